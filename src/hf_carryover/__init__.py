@@ -1,0 +1,19 @@
+"""Carryover Drafting for Hugging Face Transformers: the same text, faster."""
+
+from hf_carryover.acceptance import DraftStats, Round
+from hf_carryover.cache_carryover import CarryoverCache
+from hf_carryover.configuration_carryover import CarryoverDrafterConfig
+from hf_carryover.decoding import install, uninstall
+from hf_carryover.drafting import CarryoverCandidateGenerator
+from hf_carryover.modeling_carryover import CarryoverDrafterModel
+
+__all__ = [
+    "CarryoverCache",
+    "CarryoverCandidateGenerator",
+    "CarryoverDrafterConfig",
+    "CarryoverDrafterModel",
+    "DraftStats",
+    "Round",
+    "install",
+    "uninstall",
+]

@@ -1,0 +1,178 @@
+"""What is a drafter? Its configuration: every fact that a checkpoint must carry, checked and closed."""
+
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# Keys that Transformers writes into a config.json, or passes on its own account, without declaring them as fields.
+TRANSFORMERS_KEYS = frozenset(
+    {
+        "_name_or_path", "_commit_hash", "attn_implementation", "auto_map", "model_type", "name_or_path",
+        "num_labels", "output_attentions", "per_layer_config", "quantization_config", "rope_scaling", "rope_theta",
+        "torch_dtype", "use_cache",
+    }
+)  # fmt: skip
+
+
+@strict
+class CarryoverDrafterConfig(PreTrainedConfig):
+    """Everything that defines a drafter. Fields without a default are facts of training and are never guessed.
+
+    Args:
+        block_size: Slots of a block, B: the anchor and the mask tokens after it.
+        mask_token_id: Token whose embedding fills the slots after the anchor.
+        target_layer_ids: Target layers whose outputs are the features, increasing; ``i`` means ``hidden_states[i +
+        1]``,
+            -1 the embedding output. The target's last layer is not allowed: its output is already normalised.
+        sample_from_anchor: Whether the anchor's slot predicts the first draft (K = B) or the first mask does (K = B -
+        1).
+        vocab_size: Rows of the target's vocabulary, V; embedding and output head are the target's and not stored.
+        hidden_size: Width of target and drafter, D.
+        rope_parameters: Rotary settings in Transformers' form, for example ``{"rope_theta": 1e6}``.
+        layer_types: ``full_attention`` (the default) or ``sliding_attention`` for every layer.
+        sliding_window: How many rows back a sliding layer sees.
+        is_causal: Whether slots see only the slots before them; None: in sliding layers only, as DFlash does.
+        num_target_layers: Layers of the target, where known; checked against the target at hand.
+        input_embedding_scale: Factor on the raw rows of the target's embedding; None: ask the embedding module itself.
+        output_multiplier: Factor on the output head's logits.
+        final_logit_softcapping: Logits pass through ``c tanh(logits / c)``; None: they do not.
+        markov_head_type: ``vanilla``, ``gated`` or ``rnn`` (DSpark, arXiv 2607.05147); None: slots are independent.
+        markov_rank: Rank of the Markov head, 0 without one.
+        enable_confidence_head: Whether a head estimates how likely each draft is to be accepted.
+        confidence_head_with_markov: Whether that head also reads the Markov embedding of the token before.
+        draft_vocab_size: Number of tokens that may be proposed; None: all of them.
+        bos_token_id: The target's, like ``eos_token_id`` and ``pad_token_id``, for pipelines that ask.
+
+    Raises:
+        TypeError, ValueError, StrictDataclassError: A field is missing, unknown, or wrong; the message names it.
+    """
+
+    model_type = "carryover_drafter"
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: list[int]
+    sample_from_anchor: bool
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_parameters: dict[str, Any] | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float | int = 1e-6
+    max_position_embeddings: int = 32768
+    initializer_range: float | int = 0.02
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    num_target_layers: int | None = None
+    input_embedding_scale: float | int | None = None
+    output_multiplier: float | int = 1.0
+    final_logit_softcapping: float | int | None = None
+    markov_head_type: str | None = None
+    markov_rank: int = 0
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    draft_vocab_size: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name in kwargs.keys() - TRANSFORMERS_KEYS:
+            known = get_close_matches(name, self.__dataclass_fields__, n=1)
+            hint = f" Did you mean `{known[0]}`?" if known else " Remove it."
+            raise ValueError(f"Unknown field `{name}` in a {type(self).__name__}.{hint}")
+        if self.rope_parameters is None and not kwargs.get("rope_theta"):
+            raise TypeError("Missing required field - 'rope_parameters', for example {'rope_theta': 10000.0}.")
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        eos = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        if self.mask_token_id in (self.bos_token_id, self.pad_token_id, *eos):
+            logger.warning(
+                f"`mask_token_id` {self.mask_token_id} is also bos, eos or pad: slots cannot be told from text."
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a full block, K."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a row's features, F."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    def validate_sizes(self) -> None:
+        """Check that every size is positive and that heads divide."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim"):  # fmt: skip
+            _expect(self.__dict__[name] >= 1, f"`{name}` must be at least 1", self.__dict__[name])
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        _expect(
+            heads % groups == 0, f"`num_attention_heads` must be a multiple of the {groups} key/value heads", heads
+        )
+
+    def validate_block(self) -> None:
+        """Check that a block holds at least one draft and that its tokens exist."""
+        fewest = "1 (the anchor drafts)" if self.sample_from_anchor else "2 (one anchor, one draft)"
+        _expect(self.num_drafts >= 1, f"`block_size` must be at least {fewest}", self.block_size)
+        exists = 0 <= self.mask_token_id < self.vocab_size
+        _expect(exists, f"`mask_token_id` must be in 0..{self.vocab_size - 1}", self.mask_token_id)
+        size = self.draft_vocab_size
+        _expect(
+            size is None or 1 <= size <= self.vocab_size, f"`draft_vocab_size` must be in 1..{self.vocab_size}", size
+        )
+
+    def validate_target_layers(self) -> None:
+        """Check that the feature layers are increasing and leave out the target's last layer."""
+        ids, last = self.target_layer_ids, self.num_target_layers
+        increasing = bool(ids) and ids[0] >= -1 and all(a < b for a, b in pairwise(ids))
+        _expect(increasing, "`target_layer_ids` must be increasing layer ids from -1 on, at least one", ids)
+        inside = last is None or ids[-1] < last - 1
+        _expect(inside, f"`target_layer_ids` must stay below the target's last layer (its output is normalised), "
+                        f"{(last or 0) - 1}", ids)  # fmt: skip
+
+    def validate_attention(self) -> None:
+        """Check the kind of every layer and that the rotary settings are ones that the network implements."""
+        kinds, window = self.layer_types or [], self.sliding_window
+        known = len(kinds) == self.num_hidden_layers and set(kinds) <= {"full_attention", "sliding_attention"}
+        _expect(
+            known, f"`layer_types` must name full_attention or sliding_attention {self.num_hidden_layers} times", kinds
+        )
+        slides = "sliding_attention" in kinds
+        _expect(not slides or (window or 0) >= 1, "`sliding_window` must be at least 1 with sliding layers", window)
+        factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        _expect(factor == 1.0, "`partial_rotary_factor` must be 1.0 (whole heads are rotated)", factor)
+
+    def validate_heads(self) -> None:
+        """Check that the Markov and confidence heads are complete."""
+        kind, rank = self.markov_head_type, self.markov_rank
+        _expect(
+            kind in (None, "vanilla", "gated", "rnn"), "`markov_head_type` must be None, vanilla, gated or rnn", kind
+        )
+        _expect(
+            rank > 0 if kind else rank == 0, "`markov_rank` must be positive with a Markov head and 0 without", rank
+        )
+        reads = self.confidence_head_with_markov
+        _expect(not reads or bool(self.enable_confidence_head and kind),
+                "`confidence_head_with_markov` must come with a confidence head and a Markov head", reads)  # fmt: skip
+
+
+def _expect(holds: bool, rule: str, found: object) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {found!r}.")
+
+
+AutoConfig.register(CarryoverDrafterConfig.model_type, CarryoverDrafterConfig, exist_ok=True)

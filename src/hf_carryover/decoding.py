@@ -1,0 +1,212 @@
+"""How does `target.generate(..., assistant_model=drafter)` reach us? The one seam, and what it refuses."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+from .configuration_carryover import CarryoverDrafterConfig
+from .drafting import CarryoverCandidateGenerator
+
+# Every private Transformers name that we rely on, all methods of `GenerationMixin`.
+PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+# Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
+MARK = "carryover_original"
+
+
+def install() -> None:
+    """Teach ``generate`` to accept our drafters. Idempotent; every call without one passes through untouched."""
+    for name, wrap in zip(PRIVATE_NAMES, (_wrap_validation, _wrap_decoding, _wrap_generator), strict=True):
+        original = vars(GenerationMixin)[name]
+        if MARK not in vars(original):
+            wrapper = wraps(original)(wrap(original))
+            vars(wrapper)[MARK] = original
+            setattr(GenerationMixin, name, wrapper)
+
+
+def uninstall() -> None:
+    """Put Transformers' own methods back. The next drafter that is constructed installs the seam again."""
+    for name in PRIVATE_NAMES:
+        wrapper = vars(GenerationMixin)[name]
+        setattr(GenerationMixin, name, vars(wrapper).get(MARK, wrapper))
+
+
+def is_ours(assistant: Any, generation_config: GenerationConfig) -> bool:
+    """Whether this call drafts with us: our drafter (bare or in an adapter), and no other way chosen by the caller."""
+    return (
+        isinstance(assistant, torch.nn.Module)
+        and assistant.config.model_type == CarryoverDrafterConfig.model_type
+        and generation_config.speculation_type is None
+        and generation_config.prompt_lookup_num_tokens is None
+        and generation_config.assistant_early_exit is None
+        and not generation_config.use_mtp
+    )
+
+
+def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
+    def validate(
+        self: PreTrainedModel, generation_mode: str, generation_config: GenerationConfig, generation_mode_kwargs: Any
+    ) -> None:
+        if is_ours(generation_mode_kwargs.get("assistant_model"), generation_config):
+            check_pair(self, generation_mode_kwargs["assistant_model"])
+            check_options(generation_mode, generation_config)
+        original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return validate
+
+
+def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def decode(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        drafter, config = kwargs.get("assistant_model"), kwargs.get("generation_config")
+        if config is None or not is_ours(drafter, config):
+            return original(self, *args, **kwargs)
+        (input_ids,) = args  # [1, T]
+        check_inputs(input_ids, config, kwargs)
+        generator = CarryoverCandidateGenerator(
+            drafter, self, generation_config=config, logits_processor=kwargs["logits_processor"]
+        )
+        gate = TokenGate(kwargs["stopping_criteria"], kwargs.get("streamer"), generator, input_ids.shape[1])
+        # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
+        kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate]), "streamer": None}
+        with gate:
+            output = original(self, input_ids, **kwargs)
+        return gate.trim(output, kwargs["cache"])
+
+    return decode
+
+
+def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("assistant_model"), CarryoverCandidateGenerator):
+            return kwargs["assistant_model"]
+        return original(self, *args, **kwargs)
+
+    return get_generator
+
+
+class TokenGate(StoppingCriteria):
+    """Asks the stopping criteria about every token of a round in turn, and streams only those that stay.
+
+    The library's loop asks them once a round, about the whole block, and streams it before. Here each criterion sees
+    what plain ``generate`` shows it: one more token each time, with its scores, in order; so any criterion stops at
+    the same token, greedy or sampling. What the loop added after that token is trimmed from its output.
+    """
+
+    def __init__(
+        self,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        generator: CarryoverCandidateGenerator,
+        prompt_length: int,
+    ) -> None:
+        self.criteria, self.streamer, self.generator = criteria, streamer, generator
+        self.prompt_length = self.length = prompt_length
+        self.surplus = 0
+        # The loop itself cuts a block at the end of text and at the length limit; a clock may be asked once a round.
+        self.once_a_round = all(
+            isinstance(c, EosTokenCriteria | MaxLengthCriteria | MaxTimeCriteria) for c in criteria
+        )
+
+    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
+        """Whether to stop, ``[1]``; judges the tokens of ``input_ids`` ``[1, T]`` that are new, one by one."""
+        done = torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+        while self.length < input_ids.shape[1] and not done.all():
+            self.length += 1
+            if self.streamer is not None:
+                self.streamer.put(input_ids[0, self.length - 1 : self.length].cpu())
+            if self.length == input_ids.shape[1] or not self.once_a_round:
+                seen = None if scores is None else scores[: self.length - self.prompt_length]
+                done = self.criteria(input_ids[:, : self.length], seen, **kwargs)
+        self.surplus = input_ids.shape[1] - self.length
+        if self.surplus:
+            self.generator.stats.rounds[-1].num_accepted -= self.surplus
+        return done
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def trim(self, output: Any, cache: Cache) -> Any:
+        """The loop's output without the tokens after the stop: ids ``[1, T]``, or the dictionary with its parts."""
+        if not self.surplus:
+            return output
+        cache.crop(-self.surplus)
+        if isinstance(output, Tensor):
+            return output[:, : self.length]
+        output.sequences = output.sequences[:, : self.length]
+        for name in ("scores", "logits", "attentions", "hidden_states"):
+            if output[name] is not None:
+                output[name] = output[name][: -self.surplus]
+        return output
+
+
+def check_pair(target: PreTrainedModel, drafter: Any) -> None:
+    """Refuse a drafter that was made for another target, in one sentence."""
+    if target.config.is_encoder_decoder:
+        raise ValueError(
+            f"Carryover drafting expects a decoder-only target, got {type(target).__name__}; use a causal one."
+        )
+    ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
+    for name, expected, found in (
+        ("vocabulary size", ours.vocab_size, theirs.vocab_size),
+        ("hidden size", ours.hidden_size, theirs.hidden_size),
+        ("number of layers", ours.num_target_layers or theirs.num_hidden_layers, theirs.num_hidden_layers),
+    ):
+        if expected != found:
+            raise ValueError(
+                f"The drafter expects a target with {name} {expected}, got {type(target).__name__} with {found}; use the "
+                "target that this drafter was trained for, or a drafter for this target."
+            )
+    if ours.target_layer_ids[-1] >= theirs.num_hidden_layers - 1:
+        raise ValueError(
+            f"The drafter expects `target_layer_ids` {ours.target_layer_ids} below the target's last layer (its output is "
+            f"normalised), got {theirs.num_hidden_layers} layers; use the target that this drafter was trained for."
+        )
+
+
+def check_options(generation_mode: str, config: GenerationConfig) -> None:
+    """Refuse options that drafting cannot honour exactly, in one sentence."""
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"Carryover drafting expects greedy decoding or sampling, got {generation_mode}; set `num_beams=1` without "
+            "other search options, or leave `assistant_model` out."
+        )
+    refused = {
+        "num_return_sequences": (config.num_return_sequences or 1) > 1,
+        "use_cache=False": config.use_cache is False,
+        "assistant_ensemble_weight": config.assistant_ensemble_weight is not None,
+        "guidance_scale": config.guidance_scale not in (None, 1),
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"Carryover drafting expects generate() without `{name}`, which would change the text or needs what a "
+                "draft cannot undo; leave the option or `assistant_model` out."
+            )
+
+
+def check_inputs(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    """Refuse a batch, a missing cache, and a filled cache together with the ids that it already holds."""
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"Carryover drafting expects one prompt at a time (batch size 1), got {input_ids.shape[0]}; call generate "
+            "for each prompt, or leave `assistant_model` out."
+        )
+    past = kwargs["cache"].get_seq_length() if kwargs.get("cache") is not None else 0
+    mask = kwargs.get("attention_mask")
+    num_masked = mask.shape[1] if mask is not None else config._mask_length
+    if 0 < past < input_ids.shape[1] == num_masked:
+        raise ValueError(
+            f"Carryover drafting expects only new ids beside a filled cache, got {input_ids.shape[1]} ids and {past} cached "
+            "rows; pass the new ids with the whole text's `attention_mask` (the library would process old ids again)."
+        )

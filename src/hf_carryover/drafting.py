@@ -1,0 +1,190 @@
+"""How does one round go? Gather, split, remember, draft, hand over."""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.modeling_outputs import ModelOutput
+
+from .acceptance import DraftStats, Round, split_at_acceptance
+from .cache_carryover import CarryoverCache
+from .modeling_carryover import CarryoverDrafterModel
+
+
+class CarryoverCandidateGenerator(CandidateGenerator):
+    """Drafts for one ``generate`` call. `get_candidates` is the round; all state lives and dies with this object.
+
+    Args:
+        drafter: The drafter.
+        target: The model that verifies; it lends its embedding and output head.
+        generation_config: Of the call: ``max_length``, ``do_sample`` and what the user wants returned.
+        logits_processor: Of the call; drafts pass through it like the target's logits do.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: CarryoverDrafterModel,
+        target: PreTrainedModel,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+    ) -> None:
+        self.drafter = drafter
+        self.embedding = target.get_input_embeddings()
+        self.head = drafter.proposal_head(target.get_output_embeddings())
+        self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
+        self.max_length = generation_config.max_length
+        self.do_sample = generation_config.do_sample
+        self.logits_processor = logits_processor
+        self.carry_enabled = drafter.carry_enabled
+        self.draft_length = longest_draft(drafter)
+        # The user's own request for hidden states is for all of them; Transformers cannot split a partial list.
+        wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
+        self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
+        self.cache = CarryoverCache()
+        self.num_handed_over = 0
+        self.stats = drafter.last_stats = DraftStats()
+
+    def get_candidates(
+        self,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        model_outputs: ModelOutput | None,
+        is_first_iteration: bool,  # noqa: ARG002
+        n_last_matches: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One round of drafting (arXiv 2609.14717), from the target's last pass to its next.
+
+        Args:
+            input_ids: Text so far, anchor last, ``[1, T]``.
+            model_kwargs: The target's arguments; positions and mask of the text are read.
+            model_outputs: The target's last pass; None before the prompt's, when there is nothing to draft from.
+            is_first_iteration: Whether the prompt's pass is still to come.
+            n_last_matches: Drafts accepted in the last pass.
+
+        Returns:
+            Text and drafts ``[1, T + K]``; when sampling, also the logits they were drawn from, ``[1, K, V]``.
+        """
+        if model_outputs is None:
+            return input_ids, None
+        self.stats.rounds.append(record := Round(drafts=input_ids[0, :0], num_carried=0))
+        num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
+        if num_drafts <= 0:  # the target's next token is the last
+            return self._hand_over(record, input_ids, input_ids[:, :0], None)
+        start = perf_counter()
+        # 1. Gather what the target computed for the rows of its last pass.
+        num_rejected = self.num_handed_over - n_last_matches
+        features, positions = self._gather(model_outputs, model_kwargs, num_rejected)
+        # 2. Split at the first rejection.
+        verdict = split_at_acceptance(features, num_rejected)
+        # 3. Remember: accepted rows for good, rejected rows for this round.
+        memory = self._remember(verdict.accepted, verdict.rejected)
+        record.num_carried, record.recycle_seconds = self.cache.num_carried, perf_counter() - start
+        # 4. Draft a block from the anchor.
+        hidden = self._draft(input_ids[:, -1:], memory, positions, num_drafts)
+        drafts, logits = self._propose(input_ids, hidden)
+        record.draft_seconds = perf_counter() - start - record.recycle_seconds
+        # 5. Hand over.
+        return self._hand_over(record, input_ids, drafts, logits)
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:  # noqa: ARG002
+        """Record what the target accepted; the prompt's pass is no round."""
+        if self.stats.rounds:
+            self.stats.rounds[-1].num_accepted = num_matches
+
+    def _gather(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_rejected: int) -> tuple[Tensor, Tensor]:
+        """Features of the pass's rows, ``[1, S, F]``, and positions of accepted rows and anchor, ``[1, A + 1]``.
+
+        Prompt rows under a mask (padding, holes) are no text and never become memory.
+        """
+        states = [outputs.hidden_states[i].to(self.drafter.device) for i in self.hidden_state_ids]
+        features = torch.cat(states, dim=-1).to(self.drafter.norm.weight.dtype)  # [1, S, F]
+        num_accepted = features.shape[1] - num_rejected
+        positions = model_kwargs.get("position_ids")
+        if positions is None:  # the target has none (ALiBi)
+            anchor = outputs.cache.get_seq_length()
+            positions = torch.arange(anchor - num_accepted, anchor + 1)[None]
+        positions = positions[:, -num_accepted - 1 :].to(features.device)
+        mask = model_kwargs.get("attention_mask")
+        if self.cache.num_committed == 0 and mask is not None:
+            is_text = mask[0, -num_accepted - 1 :].to(features.device, torch.bool)  # [A + 1]; the anchor always is
+            features, positions = features[:, is_text[:-1]], positions[:, is_text]
+        return features, positions
+
+    def _remember(self, accepted: Tensor, rejected: Tensor) -> Tensor:
+        """Announce the rows to the cache; returns them for the drafter's pass, ``[1, A + R, F]``."""
+        self.cache.commit(accepted.shape[1])
+        self.cache.carry(rejected.shape[1] if self.carry_enabled else 0)
+        if self.cache.num_carried == 0:
+            return accepted
+        return torch.cat([accepted, self.drafter.mark_rejected(rejected)], dim=1)
+
+    def _draft(self, anchor: Tensor, memory: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
+        """One drafter pass over new memory and block; returns the drafting slots' last hidden states, ``[1, K, D]``.
+
+        Carried rows keep the positions they were computed at: the first one's is the anchor's.
+        """
+        config, device = self.drafter.config, self.drafter.device
+        carried = positions[:, -1:] + torch.arange(self.cache.num_carried, device=device)
+        block = positions[:, -1:] + torch.arange(config.block_size, device=device)
+        hidden = self.drafter(
+            noise_embeds=self.drafter.embed_block(anchor.to(self.embedding.weight.device), self.embedding).to(device),
+            context_hidden_states=memory,
+            position_ids=torch.cat([positions[:, :-1], carried, block], dim=1),  # [1, A + R + B]
+            cache=self.cache,
+            num_carried=self.cache.num_carried,
+        ).last_hidden_state  # [1, B, D]
+        first = 0 if config.sample_from_anchor else 1
+        return hidden[:, first : first + num_drafts]
+
+    def _propose(self, input_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Slots into drafts ``[1, K]``, left to right where a head, a processor or chance looks at the token before.
+
+        When sampling, the logits returned are those that the tokens were drawn from, after every processor, in fp32;
+        the drafts end before the first slot that no token can be drawn from.
+        """
+        lent, markov, state = self.embedding.weight, self.drafter.markov_head, None
+        logits = self.drafter.slot_logits(hidden.to(lent.device, lent.dtype), self.head).to(input_ids.device)
+        if markov is None and not self.do_sample and not self.logits_processor:
+            return self.drafter.token_ids(logits.argmax(dim=-1)), None
+
+        ids, drawn_from, can_draw = input_ids, [], []
+        for slot in range(hidden.shape[1]):
+            scores = logits[:, slot]  # [1, V]
+            if markov is not None:
+                bias, state = markov(ids[:, -1].to(hidden.device), hidden[:, slot], state)
+                scores = scores + bias.to(scores)
+            scores = self.logits_processor(ids, self.drafter.whole_vocabulary(scores))
+            can_draw.append(scores.amax(dim=-1, keepdim=True).isfinite())
+            scores = scores.where(can_draw[-1], 0.0)
+            drawn_from.append(scores)
+            token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], dim=1)
+        drafts = ids[:, input_ids.shape[1] :]
+        if not self.do_sample:
+            return drafts, None
+        num_drawn = int(torch.cat(can_draw, dim=1).long().cumprod(dim=1).sum())
+        return drafts[:, :num_drawn], torch.stack(drawn_from, dim=1)[:, :num_drawn]
+
+    def _hand_over(
+        self, record: Round, input_ids: Tensor, drafts: Tensor, logits: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Text and drafts for the target. Without drafts there are no logits: then it decodes one token alone."""
+        record.drafts = drafts[0]
+        self.num_handed_over = drafts.shape[1]
+        return torch.cat([input_ids, drafts], dim=1), logits if self.num_handed_over else None
+
+
+def longest_draft(drafter: CarryoverDrafterModel) -> int:
+    """Most drafts a round may hand over, from the block and ``drafter.draft_length``."""
+    wanted = drafter.draft_length
+    if wanted is None:
+        return drafter.config.num_drafts
+    if type(wanted) is not int or wanted < 1:
+        raise ValueError(f"`drafter.draft_length` must be None (all drafts) or an integer from 1 on, got {wanted!r}.")
+    return min(wanted, drafter.config.num_drafts)

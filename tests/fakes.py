@@ -1,0 +1,119 @@
+"""Stand-ins: tiny targets, tiny drafters, and a drafter whose acceptance is written in a script."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_carryover import CarryoverDrafterConfig, CarryoverDrafterModel
+
+VOCAB = 61
+MASK = 60
+LAYERS = 4
+# The two published pairs of layout and head, and the two other heads.
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {"sample_from_anchor": False},
+    "markov-vanilla": {"sample_from_anchor": True, "markov_head_type": "vanilla", "markov_rank": 6},
+    "markov-gated": {"sample_from_anchor": True, "markov_head_type": "gated", "markov_rank": 6},
+    "markov-rnn": {"sample_from_anchor": True, "markov_head_type": "rnn", "markov_rank": 6},
+}
+# What differs between architectures: sizes have the same names except for the oldest ones.
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "mistral": {"head_dim": 8, "sliding_window": 8},
+    "gpt2": {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 512},
+    "bloom": {"n_head": 4, "n_layer": LAYERS},
+}
+
+
+def make_target(kind: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB, **overrides: Any) -> PreTrainedModel:
+    """A random decoder-only model of four layers, with weights large enough for a varied text and no end of text."""
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **(sizes | TARGETS[kind] | overrides))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model
+
+
+def drafter_config(kind: str = "dflash", **overrides: Any) -> CarryoverDrafterConfig:
+    """The configuration of a two-layer drafter for a tiny target."""
+    fields = {
+        "block_size": 5,
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 2],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "initializer_range": 0.3,
+    }
+    return CarryoverDrafterConfig(**(fields | KINDS[kind] | overrides))
+
+
+def make_drafter(
+    kind: str = "dflash", *, cls: type[CarryoverDrafterModel] = CarryoverDrafterModel, seed: int = 1, **overrides: Any
+) -> Any:
+    """A drafter of random weights, with a carry embedding that is not zero, so that carried rows differ from others."""
+    torch.manual_seed(seed)
+    drafter = cls(drafter_config(kind, **overrides)).eval()
+    torch.nn.init.normal_(drafter.carry_embedding)
+    return drafter
+
+
+class ScriptedDrafter(CarryoverDrafterModel):
+    """Runs the real network, then proposes what the script says: some right tokens, then wrong ones.
+
+    `follow` gives it the true text and how many drafts of each round shall be right; the last count repeats.
+    """
+
+    def follow(self, truth: Tensor, counts: list[int], *, first_position: int = 0) -> None:
+        self.truth, self.counts, self.first_position = truth[0].tolist(), counts, first_position
+        self.num_passes = 0
+        self.calls: list[dict[str, Any]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(kwargs)
+        return super().forward(*args, **kwargs)
+
+    def slot_logits(self, hidden: Tensor, head: Any) -> Tensor:
+        logits = 1e-3 * super().slot_logits(hidden, head)
+        anchor = int(self.calls[-1]["position_ids"][0, -self.config.block_size]) - self.first_position
+        count = self.counts[min(self.num_passes, len(self.counts) - 1)]
+        self.num_passes += 1
+        vocabulary = self.draft_vocab_ids.tolist() if self.config.draft_vocab_size else list(range(VOCAB))
+        for slot in range(hidden.shape[1]):
+            index = anchor + 1 + slot
+            right = self.truth[index] if index < len(self.truth) else vocabulary[0]
+            wrong = next(token for token in vocabulary if token != right)
+            logits[0, slot, vocabulary.index(right if slot < count else wrong)] += 1e6
+        return logits
+
+
+def plain(target: PreTrainedModel, **inputs: Any) -> Any:
+    """Plain generation with the defaults of the tests: greedy, 40 new tokens."""
+    return target.generate(**({"do_sample": False, "max_new_tokens": 40} | inputs))
+
+
+def prompt(length: int = 7, *, seed: int = 0) -> Tensor:
+    """Random ids ``[1, length]``, none of them the mask token."""
+    return torch.randint(0, MASK, (1, length), generator=torch.Generator().manual_seed(seed))
