@@ -52,7 +52,7 @@ def is_ours(assistant: Any, generation_config: GenerationConfig) -> bool:
 
 def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
     def validate(
-        self: PreTrainedModel, generation_mode: str, generation_config: GenerationConfig, generation_mode_kwargs: Any
+        self: PreTrainedModel, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
         if is_ours(generation_mode_kwargs.get("assistant_model"), generation_config):
             check_pair(self, generation_mode_kwargs["assistant_model"])
@@ -144,9 +144,8 @@ class TokenGate(StoppingCriteria):
         if isinstance(output, Tensor):
             return output[:, : self.length]
         output.sequences = output.sequences[:, : self.length]
-        for name in ("scores", "logits", "attentions", "hidden_states"):
-            if output[name] is not None:
-                output[name] = output[name][: -self.surplus]
+        for name in {"scores", "logits", "attentions", "hidden_states"} & output.keys():
+            output[name] = output[name][: -self.surplus]
         return output
 
 
@@ -174,11 +173,11 @@ def check_pair(target: PreTrainedModel, drafter: Any) -> None:
         )
 
 
-def check_options(generation_mode: str, config: GenerationConfig) -> None:
+def check_options(generation_mode: GenerationMode, config: GenerationConfig) -> None:
     """Refuse options that drafting cannot honour exactly, in one sentence."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"Carryover drafting expects greedy decoding or sampling, got {generation_mode}; set `num_beams=1` without "
+            f"Carryover drafting expects greedy decoding or sampling, got {generation_mode.value}; set `num_beams=1` without "
             "other search options, or leave `assistant_model` out."
         )
     refused = {

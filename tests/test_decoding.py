@@ -1,0 +1,593 @@
+import copy
+import inspect
+import threading
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_carryover import install, uninstall
+from hf_carryover.decoding import MARK, PRIVATE_NAMES
+from tests.fakes import KINDS, TARGETS, VOCAB, ScriptedDrafter, make_drafter, make_target, plain, prompt
+
+EVERY_COUNT = [0, 1, 2, 3, 4, 5]
+
+
+def scripted(kind, truth, counts, **overrides):
+    drafter = make_drafter(kind, cls=ScriptedDrafter, **overrides)
+    drafter.follow(truth, counts)
+    return drafter
+
+
+def accepted(drafter):
+    """Accepted counts, without the last round, which the length limit may cut."""
+    return [r.num_accepted for r in drafter.last_stats.rounds][:-1]
+
+
+def counts_asked_for(drafter, counts=EVERY_COUNT):
+    longest = drafter.config.num_drafts
+    return [min(count, longest) for count in counts]
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.puts, self.num_ends = [], 0
+
+    def put(self, value):
+        self.puts.append(value)
+
+    def end(self):
+        self.num_ends += 1
+
+
+# Law 1: greedy output with any drafter equals the target's own.
+
+
+@pytest.mark.parametrize("carry", [False, True], ids=["carry-off", "carry-on"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_greedy_text_equals_the_targets_own_at_every_accepted_count(architecture, kind, carry):
+    target, ids = make_target(architecture), prompt()
+    truth = plain(target, input_ids=ids)
+    drafter = scripted(kind, truth, EVERY_COUNT)
+    drafter.carry_enabled = carry
+
+    text = plain(target, input_ids=ids, assistant_model=drafter)
+
+    assert torch.equal(text, truth)
+    assert accepted(drafter)[: len(EVERY_COUNT)] == counts_asked_for(drafter)
+    assert (drafter.last_stats.carried_rows > 0) == carry
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_equals_the_targets_own_with_random_weights(kind, block_size):
+    target = make_target()
+    for length in (1, 7, 90):
+        ids = prompt(length)
+        drafter = make_drafter(kind, block_size=block_size)
+
+        text = plain(target, input_ids=ids, assistant_model=drafter)
+
+        assert torch.equal(text, plain(target, input_ids=ids))
+        assert len(drafter.last_stats.rounds) > 4
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations_give_the_same_text(attention):
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    target.set_attn_implementation(attention)
+    drafter = scripted("dflash", truth, EVERY_COUNT)
+    drafter.set_attn_implementation(attention)
+
+    assert torch.equal(plain(target, input_ids=ids, assistant_model=drafter), truth)
+    assert accepted(drafter)[:5] == counts_asked_for(drafter)[:5]
+
+
+@pytest.mark.parametrize(
+    ("target_dtype", "drafter_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+@pytest.mark.parametrize("kind", ["dflash", "markov-rnn"])
+def test_target_and_drafter_may_have_different_dtypes(kind, target_dtype, drafter_dtype):
+    target, ids = make_target().to(target_dtype), prompt()
+    truth = plain(target, input_ids=ids, max_new_tokens=20)
+    drafter = scripted(kind, truth, EVERY_COUNT).to(drafter_dtype)
+    unscripted = make_drafter(kind).to(drafter_dtype)
+
+    text = plain(target, input_ids=ids, max_new_tokens=20, assistant_model=drafter)
+    plain(target, input_ids=ids, max_new_tokens=20, assistant_model=unscripted, do_sample=True)
+
+    assert drafter.fc.weight.dtype == drafter_dtype
+    if target_dtype == torch.bfloat16:
+        # A block and single tokens round differently there: the texts may part at a near-tie, and only there.
+        assert_parts_at_a_near_tie_only(target, text, truth)
+    else:
+        assert torch.equal(text, truth)
+        assert accepted(drafter)[:4] == counts_asked_for(drafter)[:4]
+
+
+def assert_parts_at_a_near_tie_only(target, text, truth):
+    if not torch.equal(text, truth):
+        first = int((text != truth).int().argmax())
+        top = target(truth[:, :first]).logits[0, -1].float().topk(2).values
+        assert top[0] - top[1] <= 4 * 2**-8 * top[0].abs()
+
+
+def test_left_padding_holes_and_shifted_positions_leave_text_and_memory_right():
+    target, ids = make_target(), prompt(9)
+    mask = torch.ones_like(ids)
+    mask[0, :2], mask[0, 4] = 0, 0
+    positions = (100 + mask.cumsum(-1) - 1).clamp(min=100)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    truth = plain(target, **inputs)
+    drafter = make_drafter(cls=ScriptedDrafter)
+    # Nine ids, six of them text: the anchor stands at index 9 and position 106.
+    drafter.follow(truth, EVERY_COUNT, first_position=97)
+
+    assert torch.equal(plain(target, **inputs, assistant_model=drafter), truth)
+    assert accepted(drafter)[:5] == counts_asked_for(drafter)[:5]
+    assert drafter.calls[0]["position_ids"][0].tolist() == [100, 101, 102, 103, 104, 105, *range(106, 111)]
+    assert drafter.calls[0]["context_hidden_states"].shape[1] == 6
+
+
+def test_a_prompt_of_embeddings_gives_the_targets_text():
+    target = make_target()
+    embeds = target.get_input_embeddings()(prompt())
+    truth = plain(target, inputs_embeds=embeds)
+    drafter = make_drafter()
+
+    assert torch.equal(plain(target, inputs_embeds=embeds, assistant_model=drafter), truth)
+    assert drafter.last_stats.rounds
+
+
+def test_a_static_cache_gives_the_targets_text():
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    drafter = scripted("dflash", truth, EVERY_COUNT)
+
+    text = plain(target, input_ids=ids, assistant_model=drafter, cache_implementation="static", disable_compile=True)
+
+    assert torch.equal(text, truth)
+    assert accepted(drafter)[:5] == counts_asked_for(drafter)[:5]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 12, "eos_token_id": 1},
+        {"suppress_tokens": [3, 4, 5]},
+        {"bad_words_ids": [[48], [6, 54]]},
+        {"forced_eos_token_id": 9},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("kind", ["dflash", "markov-vanilla"])
+def test_logits_processors_see_what_they_see_without_a_drafter(kind, options):
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids, **options)
+    drafter = scripted(kind, truth, [2, 4, 0, 5])
+
+    assert torch.equal(plain(target, input_ids=ids, assistant_model=drafter, **options), truth)
+    assert torch.equal(plain(target, input_ids=ids, assistant_model=make_drafter(kind), **options), truth)
+    assert max(accepted(drafter)) >= 2
+
+
+# Stopping and streaming.
+
+
+@pytest.mark.parametrize("offset", range(1, 12))
+@pytest.mark.parametrize("as_list", [False, True], ids=["one-eos", "two-eos"])
+def test_end_of_text_stops_at_every_offset_inside_a_block(offset, as_list):
+    """huggingface/transformers#47912."""
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    end = int(truth[0, ids.shape[1] + offset])
+    drafter, streamer = scripted("dflash", truth, [9]), Recorder()
+    options = {"eos_token_id": [end, VOCAB - 1] if as_list else end}
+
+    text = plain(target, input_ids=ids, assistant_model=drafter, streamer=streamer, **options)
+
+    assert torch.equal(text, plain(target, input_ids=ids, **options))
+    assert int(text[0, -1]) == end
+    assert torch.cat([put.flatten() for put in streamer.puts]).tolist() == text[0].tolist()
+    assert drafter.last_stats.num_tokens == text.shape[1] - ids.shape[1] - 1
+
+
+class StopAfter(StoppingCriteria):
+    """Stops at a token; remembers every text and the number of scores it was asked about."""
+
+    def __init__(self, token):
+        self.token, self.asked = token, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.asked.append((input_ids[0].tolist(), None if scores is None else len(scores)))
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("offset", range(1, 12))
+def test_a_custom_criterion_is_asked_what_plain_generation_asks_and_stops_inside_a_block(offset, sample):
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    token = int(truth[0, ids.shape[1] + offset])
+    drafter, streamer = scripted("dflash", truth, [9]), Recorder()
+    # Near-zero temperature: sampling takes its own path to the same text.
+    options = {"do_sample": True, "temperature": 1e-6} if sample else {}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ours, theirs = StopAfter(token), StopAfter(token)
+
+    out = plain(
+        target,
+        input_ids=ids,
+        assistant_model=drafter,
+        streamer=streamer,
+        stopping_criteria=StoppingCriteriaList([ours]),
+        **options,
+    )
+    expected = plain(target, input_ids=ids, stopping_criteria=StoppingCriteriaList([theirs]), **options)
+
+    assert torch.equal(out.sequences, expected.sequences)
+    assert ours.asked == theirs.asked
+    assert len(out.scores) == len(out.logits) == len(expected.scores)
+    assert out.cache.get_seq_length() == expected.cache.get_seq_length()
+    assert torch.cat([put.flatten() for put in streamer.puts]).tolist() == out.sequences[0].tolist()
+    assert drafter.last_stats.num_tokens == out.sequences.shape[1] - ids.shape[1] - 1
+
+
+def test_the_streamer_gets_the_prompt_then_one_token_at_a_time_then_one_end():
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    with_drafter, without = Recorder(), Recorder()
+
+    plain(target, input_ids=ids, assistant_model=scripted("dflash", truth, EVERY_COUNT), streamer=with_drafter)
+    plain(target, input_ids=ids, streamer=without)
+
+    assert [put.tolist() for put in with_drafter.puts] == [put.tolist() for put in without.puts]
+    assert with_drafter.num_ends == without.num_ends == 1
+
+
+def test_a_streamer_hears_of_the_end_also_after_an_error():
+    class Failing(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 5:
+                raise RuntimeError("no reader")
+
+    streamer = Failing()
+
+    with pytest.raises(RuntimeError, match="no reader"):
+        plain(make_target(), input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer)
+
+    assert streamer.num_ends == 1
+
+
+# What generate returns.
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_returned_dictionary_is_plain_generations(attention):
+    target, ids = make_target(attn_implementation=attention), prompt()
+    truth = plain(target, input_ids=ids, max_new_tokens=16)
+    options = {
+        "max_new_tokens": 16,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "output_attentions": attention == "eager",
+    }
+    drafter = scripted("dflash", truth, EVERY_COUNT)
+
+    ours = plain(target, input_ids=ids, assistant_model=drafter, **options)
+    theirs = plain(target, input_ids=ids, **options)
+
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, rtol=1e-4, atol=1e-4)
+    assert len(ours.hidden_states[0]) == 5
+    assert ours.cache.get_seq_length() == theirs.cache.get_seq_length()
+    if attention == "eager":
+        assert [a[0].shape[2] for a in ours.attentions] == [a[0].shape[2] for a in theirs.attentions]
+    assert accepted(drafter)[:4] == counts_asked_for(drafter)[:4]
+
+
+def test_only_the_feature_layers_are_kept_and_the_head_runs_on_few_rows():
+    """huggingface/transformers#48081 and #34796."""
+    target, ids = make_target(), prompt(50)
+    drafter, kept, head_rows = make_drafter(), [], []
+    target.register_forward_hook(lambda *args: kept.append([i for i, h in enumerate(args[2].hidden_states) if h is not None]))
+    target.lm_head.register_forward_hook(lambda *args: head_rows.append(args[2].shape[1]))
+
+    plain(target, input_ids=ids, assistant_model=drafter)
+
+    assert {tuple(ids) for ids in kept} == {(1, 3)}
+    assert max(head_rows) == drafter.config.num_drafts + 1
+
+
+# Adapters, threads, state.
+
+
+def test_an_adapted_target_drafts_with_its_own_states():
+    """huggingface/transformers#23686."""
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
+    target, ids = get_peft_model(make_target(), lora).eval(), prompt()
+    truth = plain(target, input_ids=ids)
+    with target.disable_adapter():
+        assert not torch.equal(truth, plain(target, input_ids=ids))
+    for kind in KINDS:
+        drafter = scripted(kind, truth, EVERY_COUNT)
+
+        assert torch.equal(plain(target, input_ids=ids, assistant_model=drafter), truth)
+        assert accepted(drafter)[:5] == counts_asked_for(drafter)[:5]
+        assert torch.equal(plain(target, input_ids=ids, assistant_model=make_drafter(kind)), truth)
+
+
+def test_an_adapted_drafter_drafts():
+    target, ids = make_target(), prompt()
+    drafter = make_drafter()
+    bare = plain(target, input_ids=ids, assistant_model=drafter)
+    adapted = get_peft_model(drafter, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    adapted.carry_enabled = False
+    adapted.draft_length = 2
+
+    text = plain(target, input_ids=ids, assistant_model=adapted)
+
+    assert torch.equal(text, bare)
+    assert adapted.last_stats.carried_rows == 0
+    assert max(len(r.drafts) for r in adapted.last_stats.rounds) == 2
+
+
+def test_two_threads_with_two_drafters_do_not_disturb_each_other():
+    target, texts = make_target(), {}
+    inputs = [prompt(7, seed=1), prompt(12, seed=2)]
+
+    def run(index):
+        texts[index] = plain(target, input_ids=inputs[index], assistant_model=make_drafter(seed=index))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for index, ids in enumerate(inputs):
+        assert torch.equal(texts[index], plain(target, input_ids=ids))
+
+
+def test_new_ids_beside_a_filled_cache_continue_the_chat():
+    target, ids = make_target(), prompt()
+    options = {"return_dict_in_generate": True, "max_new_tokens": 10}
+    texts = []
+    for assistant in (None, make_drafter()):
+        first = plain(target, input_ids=ids, assistant_model=assistant, **options)
+        more = torch.cat([first.sequences[:, -1:], prompt(3, seed=9)], dim=1)
+        mask = torch.ones(1, first.sequences.shape[1] + 3)
+        texts.append(
+            plain(target, input_ids=more, attention_mask=mask, cache=first.cache, assistant_model=assistant, **options)
+        )
+
+    assert torch.equal(texts[0].sequences, texts[1].sequences)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["a-good-call", "an-error-in-a-processor"])
+def test_the_target_is_left_as_it_was_found(fails):
+    class Fails(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if fails and input_ids.shape[1] > 15:
+                raise RuntimeError("processor")
+            return scores
+
+    target, drafter = make_target(), make_drafter()
+    user_config = GenerationConfig(max_new_tokens=30, do_sample=False)
+    plain(target, input_ids=prompt(), assistant_model=drafter)
+    before = state_of(target), state_of(drafter), copy.deepcopy(user_config.to_dict())
+
+    try:
+        target.generate(
+            prompt(),
+            generation_config=user_config,
+            assistant_model=drafter,
+            logits_processor=LogitsProcessorList([Fails()]),
+        )
+    except RuntimeError:
+        assert fails
+
+    assert (state_of(target), state_of(drafter), user_config.to_dict()) == before
+
+
+def state_of(model):
+    ignored = {"_parameters", "_buffers", "_modules", "last_stats"}
+    attributes = {name: repr(value) for name, value in vars(model).items() if name not in ignored}
+    hooks = [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()]
+    tensors = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    return attributes, hooks, tensors, model.config.to_dict()
+
+
+# Every other kind of generation passes through untouched.
+
+
+OTHER_WAYS = {
+    "no-assistant": lambda target: {},
+    "sampling": lambda target: {"do_sample": True},
+    "beams": lambda target: {"num_beams": 2},
+    "ordinary-assistant": lambda target: {"assistant_model": make_target(seed=8)},
+    "prompt-lookup": lambda target: {"prompt_lookup_num_tokens": 3},
+    "librarys-dflash": lambda target: {"assistant_model": make_drafter(), "speculation_type": "dflash"},
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_generation_behaves_as_if_we_were_not_installed(way):
+    target, ids = make_target(), prompt()
+    options = OTHER_WAYS[way](target) | {"return_dict_in_generate": True, "output_scores": True}
+    results = []
+    for setup in (uninstall, install):
+        setup()
+        torch.manual_seed(0)
+        results.append(plain(target, input_ids=ids, **options))
+
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    torch.testing.assert_close(results[0].scores, results[1].scores, rtol=0, atol=0)
+
+
+def test_our_drafter_under_another_chosen_way_is_not_touched():
+    """Prompt lookup ignores the assistant; so must we."""
+    target, drafter = make_target(), make_drafter()
+
+    text = plain(target, input_ids=prompt(), assistant_model=drafter, prompt_lookup_num_tokens=3)
+
+    assert torch.equal(text, plain(target, input_ids=prompt()))
+    assert drafter.last_stats is None
+
+
+def test_candidates_equal_the_librarys_dflash_generator():
+    target, ids, drafts = make_target(), prompt(), {}
+    drafter = make_drafter(block_size=6)
+    drafter.carry_enabled = False
+    head = target.lm_head.register_forward_hook(lambda *args: logits.append(args[2]))
+    for way in ({}, {"speculation_type": "dflash"}):
+        logits = []
+        plain(target, input_ids=ids, assistant_model=drafter, max_new_tokens=60, **way)
+        # The head runs on the prompt, then in turn on drafts and verified rows.
+        drafts[bool(way)] = logits[1::2]
+    head.remove()
+
+    assert min(len(drafts[True]), len(drafts[False])) >= 20
+    for ours, theirs in zip(drafts[False], drafts[True], strict=False):
+        num_drafts = min(ours.shape[1], theirs.shape[1])
+        torch.testing.assert_close(ours[:, :num_drafts], theirs[:, :num_drafts], rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours.argmax(-1)[:, :num_drafts], theirs.argmax(-1)[:, :num_drafts])
+
+
+def test_the_seam_is_installed_once_and_taken_out_whole():
+    uninstall()
+    originals = [vars(GenerationMixin)[name] for name in PRIVATE_NAMES]
+    install()
+    install()
+    wrappers = [vars(GenerationMixin)[name] for name in PRIVATE_NAMES]
+    assert [vars(wrapper)[MARK] for wrapper in wrappers] == originals
+
+    uninstall()
+
+    assert [vars(GenerationMixin)[name] for name in PRIVATE_NAMES] == originals
+    install()
+
+
+def test_the_transformers_names_that_the_seam_relies_on_still_exist():
+    uninstall()
+    parameters = {name: set(inspect.signature(vars(GenerationMixin)[name]).parameters) for name in PRIVATE_NAMES}
+    install()
+
+    assert {"generation_mode", "generation_config", "generation_mode_kwargs"} <= parameters["_validate_generation_mode"]
+    assert {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model", "streamer"} <= (
+        parameters["_assisted_decoding"]
+    )
+    assert "assistant_model" in parameters["_get_candidate_generator"]
+    config = GenerationConfig()
+    for name in ("speculation_type", "prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight",
+                 "guidance_scale", "num_return_sequences"):  # fmt: skip
+        assert getattr(config, name) is None
+    assert not config.use_mtp
+
+
+# Wrong pairs and options fail before the first token.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"vocab_size": 70}, "vocabulary size 70, got LlamaForCausalLM with 61"),
+        ({"hidden_size": 16}, "hidden size 16, got LlamaForCausalLM with 32"),
+        ({"num_target_layers": 9}, "number of layers 9, got LlamaForCausalLM with 4"),
+        ({"target_layer_ids": [1, 3]}, r"`target_layer_ids` \[1, 3\] below the target's last layer .* got 4 layers"),
+        ({"target_layer_ids": [7]}, r"`target_layer_ids` \[7\] below the target's last layer .* got 4 layers"),
+    ],
+    ids=["another-vocabulary", "another-width", "another-depth", "the-last-layer", "a-layer-out-of-range"],
+)
+def test_a_drafter_of_another_target_is_refused(overrides, message):
+    streamer = Recorder()
+
+    with pytest.raises(ValueError, match=message):
+        plain(make_target(), input_ids=prompt(), assistant_model=make_drafter(**overrides), streamer=streamer)
+
+    assert not streamer.puts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "expects greedy decoding or sampling, got beam_search; set `num_beams=1`"),
+        ({"use_cache": False}, r"expects generate\(\) without `use_cache=False`"),
+        ({"assistant_ensemble_weight": 0.5}, r"expects generate\(\) without `assistant_ensemble_weight`"),
+        ({"guidance_scale": 1.5}, r"expects generate\(\) without `guidance_scale`"),
+        ({"num_return_sequences": 2, "do_sample": True}, r"expects generate\(\) without `num_return_sequences`"),
+        ({"input_ids": prompt().repeat(2, 1)}, r"expects one prompt at a time \(batch size 1\), got 2"),
+    ],
+    ids=["beams", "no-cache", "ensemble", "guidance", "several-sequences", "a-batch"],
+)
+def test_an_option_that_drafting_cannot_honour_is_refused(options, message):
+    streamer = None if "num_beams" in options or "input_ids" in options else Recorder()
+
+    with pytest.raises(ValueError, match=message):
+        plain(make_target(), **({"input_ids": prompt()} | options), assistant_model=make_drafter(), streamer=streamer)
+
+    assert streamer is None or not streamer.puts
+
+
+def test_all_ids_beside_a_filled_cache_are_refused():
+    target = make_target()
+    first = plain(target, input_ids=prompt(), max_new_tokens=5, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, prompt(2)], dim=1)
+
+    with pytest.raises(ValueError, match="only new ids beside a filled cache, got 14 ids and 11 cached rows"):
+        plain(target, input_ids=ids, cache=first.cache, assistant_model=make_drafter())
+
+
+def test_an_encoder_decoder_target_is_refused():
+    config = AutoConfig.for_model(
+        "t5", vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+    with pytest.raises(ValueError, match="expects a decoder-only target, got T5ForConditionalGeneration"):
+        plain(AutoModelForSeq2SeqLM.from_config(config), input_ids=prompt(), assistant_model=make_drafter())
+
+
+def test_a_target_whose_cache_cannot_be_cropped_is_refused():
+    config = AutoConfig.for_model(
+        "lfm2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, full_attn_idxs=[1, 3], eos_token_id=None, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    target, streamer = AutoModelForCausalLM.from_config(config).eval(), Recorder()
+
+    try:
+        text = plain(target, input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer)
+    except ValueError as error:
+        assert "cache that can be cropped" in str(error)
+        assert len(streamer.puts) == 1
+    else:
+        assert torch.equal(text, plain(target, input_ids=prompt()))
