@@ -1,8 +1,11 @@
 """Stand-ins: tiny targets, tiny drafters, and a drafter whose acceptance is written in a script."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -30,7 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 def make_target(kind: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB, **overrides: Any) -> PreTrainedModel:
-    """A random decoder-only model of four layers, with weights large enough for a varied text and no end of text."""
+    """A random decoder-only model of four layers, with weights large enough for a varied text; it never ends."""
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": 32,
@@ -73,7 +76,7 @@ def drafter_config(kind: str = "dflash", **overrides: Any) -> CarryoverDrafterCo
 def make_drafter(
     kind: str = "dflash", *, cls: type[CarryoverDrafterModel] = CarryoverDrafterModel, seed: int = 1, **overrides: Any
 ) -> Any:
-    """A drafter of random weights, with a carry embedding that is not zero, so that carried rows differ from others."""
+    """A drafter of random weights, with a carry embedding that is not zero, so that carried rows tell."""
     torch.manual_seed(seed)
     drafter = cls(drafter_config(kind, **overrides)).eval()
     torch.nn.init.normal_(drafter.carry_embedding)
@@ -117,3 +120,29 @@ def plain(target: PreTrainedModel, **inputs: Any) -> Any:
 def prompt(length: int = 7, *, seed: int = 0) -> Tensor:
     """Random ids ``[1, length]``, none of them the mask token."""
     return torch.randint(0, MASK, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def write_zlab_folder(folder: Path, drafter: CarryoverDrafterModel, **changes: Any) -> dict[str, Any]:
+    """Write a drafter's weights in z-lab's format (its carry embedding left out); returns the config written."""
+    ours = drafter.config
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "block_size": ours.block_size,
+        "num_target_layers": LAYERS,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "dflash_config": {"mask_token_id": ours.mask_token_id, "target_layer_ids": ours.target_layer_ids},
+    }
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                 "num_key_value_heads", "head_dim", "layer_types"):  # fmt: skip
+        config[name] = getattr(ours, name)
+    config = {name: value for name, value in (config | changes).items() if value is not ...}
+    tensors = {name: tensor for name, tensor in drafter.state_dict().items() if name != "carry_embedding"}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return config

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from hf_carryover import CarryoverCache
@@ -48,9 +47,3 @@ def test_memory_follows_the_text_not_the_rounds():
 
     assert cache.layers[0].keys.shape[2] == 50 + 4 + 8
     assert cache.visible()[0].shape[2] == 50 + 4
-
-
-@pytest.mark.parametrize("verb", ["commit", "carry"])
-def test_verbs_refuse_negative_counts(verb):
-    with pytest.raises(ValueError, match="`num_rows` must not be negative, got -1"):
-        getattr(CarryoverCache(), verb)(-1)

@@ -9,7 +9,8 @@ from tests.fakes import MASK, VOCAB, drafter_config
 
 REQUIRED = (
     "block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor", "vocab_size", "hidden_size",
-    "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters",
+    "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rope_parameters",
 )  # fmt: skip
 
 
@@ -35,7 +36,10 @@ def test_a_misspelt_field_is_an_error_that_names_it_and_the_right_one():
     ("wrong", "message"),
     [
         ({"block_size": 1}, r"`block_size` must be at least 2 \(one anchor, one draft\), got 1"),
-        ({"block_size": 0, "sample_from_anchor": True}, r"`block_size` must be at least 1 \(the anchor drafts\), got 0"),
+        (
+            {"block_size": 0, "sample_from_anchor": True},
+            r"`block_size` must be at least 1 \(the anchor drafts\), got 0",
+        ),
         ({"block_size": "5"}, "Field 'block_size' expected int, got str"),
         ({"mask_token_id": VOCAB}, f"`mask_token_id` must be in 0..{VOCAB - 1}, got {VOCAB}"),
         ({"target_layer_ids": []}, "`target_layer_ids` must be increasing"),
@@ -43,17 +47,26 @@ def test_a_misspelt_field_is_an_error_that_names_it_and_the_right_one():
         ({"target_layer_ids": [-2]}, "`target_layer_ids` must be increasing layer ids from -1 on"),
         ({"target_layer_ids": [1, 3], "num_target_layers": 4}, r"below the target's last layer .* 3, got \[1, 3\]"),
         ({"hidden_size": 0}, "`hidden_size` must be at least 1, got 0"),
-        ({"num_attention_heads": 3}, "`num_attention_heads` must be a multiple of the 2 key/value heads, got 3"),
+        ({"num_attention_heads": 3}, "`num_attention_heads` must be a multiple of 2 key/value heads, got 3"),
         ({"draft_vocab_size": VOCAB + 1}, f"`draft_vocab_size` must be in 1..{VOCAB}"),
         ({"layer_types": ["full_attention"]}, "`layer_types` must name"),
-        ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` must be at least 1 with sliding layers, got None"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "`partial_rotary_factor` must be 1.0"),
-        ({"markov_head_type": "gru", "markov_rank": 4}, "`markov_head_type` must be None, vanilla, gated or rnn, got 'gru'"),
-        ({"markov_head_type": "rnn"}, "`markov_rank` must be positive with a Markov head and 0 without, got 0"),
-        ({"markov_rank": 4}, "`markov_rank` must be positive with a Markov head and 0 without, got 4"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "`sliding_window` must be at least 1 with sliding layers, got None",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "`partial_rotary_factor` must be 1.0",
+        ),
+        (
+            {"markov_head_type": "gru", "markov_rank": 4},
+            "`markov_head_type` must be None, vanilla, gated, rnn, got 'gru'",
+        ),
+        ({"markov_head_type": "rnn"}, "`markov_rank` must be positive with a Markov head, 0 without, got 0"),
+        ({"markov_rank": 4}, "`markov_rank` must be positive with a Markov head, 0 without, got 4"),
         ({"confidence_head_with_markov": True}, "`confidence_head_with_markov` must come with"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_an_error_that_says_expected_and_found(wrong, message):
     with pytest.raises(StrictDataclassError, match=message):
         CarryoverDrafterConfig(**fields(**wrong))

@@ -1,26 +1,44 @@
 import copy
+import importlib
 import inspect
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_carryover import install, uninstall
+from hf_carryover import CarryoverDrafterModel, decoding, install, uninstall
 from hf_carryover.decoding import MARK, PRIVATE_NAMES
-from tests.fakes import KINDS, TARGETS, VOCAB, ScriptedDrafter, make_drafter, make_target, plain, prompt
+from hf_carryover.modeling_carryover import CORE_FILES
+from tests.fakes import (
+    KINDS,
+    TARGETS,
+    VOCAB,
+    ScriptedDrafter,
+    drafter_config,
+    make_drafter,
+    make_target,
+    plain,
+    prompt,
+)
 
 EVERY_COUNT = [0, 1, 2, 3, 4, 5]
 
@@ -318,7 +336,9 @@ def test_only_the_feature_layers_are_kept_and_the_head_runs_on_few_rows():
     """huggingface/transformers#48081 and #34796."""
     target, ids = make_target(), prompt(50)
     drafter, kept, head_rows = make_drafter(), [], []
-    target.register_forward_hook(lambda *args: kept.append([i for i, h in enumerate(args[2].hidden_states) if h is not None]))
+    target.register_forward_hook(
+        lambda *args: kept.append([i for i, h in enumerate(args[2].hidden_states) if h is not None])
+    )
     target.lm_head.register_forward_hook(lambda *args: head_rows.append(args[2].shape[1]))
 
     plain(target, input_ids=ids, assistant_model=drafter)
@@ -502,12 +522,21 @@ def test_the_transformers_names_that_the_seam_relies_on_still_exist():
     parameters = {name: set(inspect.signature(vars(GenerationMixin)[name]).parameters) for name in PRIVATE_NAMES}
     install()
 
-    assert {"generation_mode", "generation_config", "generation_mode_kwargs"} <= parameters["_validate_generation_mode"]
-    assert {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model", "streamer"} <= (
-        parameters["_assisted_decoding"]
-    )
+    assert {"generation_mode", "generation_config", "generation_mode_kwargs"} <= parameters[
+        "_validate_generation_mode"
+    ]
+    assert {
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+        "streamer",
+    } <= (parameters["_assisted_decoding"])
     assert "assistant_model" in parameters["_get_candidate_generator"]
     config = GenerationConfig()
+    assert PreTrainedModel._is_stateful is False
+    assert "_mask_length" in inspect.getsource(vars(vars(GenerationMixin)["generate"])["__wrapped__"])
     for name in ("speculation_type", "prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight",
                  "guidance_scale", "num_return_sequences"):  # fmt: skip
         assert getattr(config, name) is None
@@ -516,6 +545,8 @@ def test_the_transformers_names_that_the_seam_relies_on_still_exist():
 
 # Wrong pairs and options fail before the first token.
 
+SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=2)
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -523,8 +554,8 @@ def test_the_transformers_names_that_the_seam_relies_on_still_exist():
         ({"vocab_size": 70}, "vocabulary size 70, got LlamaForCausalLM with 61"),
         ({"hidden_size": 16}, "hidden size 16, got LlamaForCausalLM with 32"),
         ({"num_target_layers": 9}, "number of layers 9, got LlamaForCausalLM with 4"),
-        ({"target_layer_ids": [1, 3]}, r"`target_layer_ids` \[1, 3\] below the target's last layer .* got 4 layers"),
-        ({"target_layer_ids": [7]}, r"`target_layer_ids` \[7\] below the target's last layer .* got 4 layers"),
+        ({"target_layer_ids": [1, 3]}, r"a target with a last layer above \[1, 3\], got 3"),
+        ({"target_layer_ids": [7]}, r"a target with a last layer above \[7\], got 3"),
     ],
     ids=["another-vocabulary", "another-width", "another-depth", "the-last-layer", "a-layer-out-of-range"],
 )
@@ -541,13 +572,14 @@ def test_a_drafter_of_another_target_is_refused(overrides, message):
     ("options", "message"),
     [
         ({"num_beams": 2}, "expects greedy decoding or sampling, got beam_search; set `num_beams=1`"),
-        ({"use_cache": False}, r"expects generate\(\) without `use_cache=False`"),
-        ({"assistant_ensemble_weight": 0.5}, r"expects generate\(\) without `assistant_ensemble_weight`"),
-        ({"guidance_scale": 1.5}, r"expects generate\(\) without `guidance_scale`"),
-        ({"num_return_sequences": 2, "do_sample": True}, r"expects generate\(\) without `num_return_sequences`"),
+        ({"use_cache": False}, r"expects generate\(\) without use_cache=False"),
+        ({"assistant_ensemble_weight": 0.5}, r"expects generate\(\) without assistant_ensemble_weight"),
+        ({"guidance_scale": 1.5}, r"expects generate\(\) without guidance_scale"),
+        ({"watermarking_config": SYNTH_ID, "do_sample": True}, "without a SynthID `watermarking_config`"),
+        ({"num_return_sequences": 2, "do_sample": True}, r"expects generate\(\) without num_return_sequences"),
         ({"input_ids": prompt().repeat(2, 1)}, r"expects one prompt at a time \(batch size 1\), got 2"),
     ],
-    ids=["beams", "no-cache", "ensemble", "guidance", "several-sequences", "a-batch"],
+    ids=["beams", "no-cache", "ensemble", "guidance", "synth-id", "several-sequences", "a-batch"],
 )
 def test_an_option_that_drafting_cannot_honour_is_refused(options, message):
     streamer = None if "num_beams" in options or "input_ids" in options else Recorder()
@@ -573,21 +605,65 @@ def test_an_encoder_decoder_target_is_refused():
         pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
 
-    with pytest.raises(ValueError, match="expects a decoder-only target, got T5ForConditionalGeneration"):
+    with pytest.raises(ValueError, match=r"expects a decoder-only target .* got T5ForConditionalGeneration"):
         plain(AutoModelForSeq2SeqLM.from_config(config), input_ids=prompt(), assistant_model=make_drafter())
 
 
-def test_a_target_whose_cache_cannot_be_cropped_is_refused():
-    config = AutoConfig.for_model(
-        "lfm2", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, full_attn_idxs=[1, 3], eos_token_id=None, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    target, streamer = AutoModelForCausalLM.from_config(config).eval(), Recorder()
+HYBRID = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": None, "bos_token_id": None,
+}  # fmt: skip
 
-    try:
-        text = plain(target, input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer)
-    except ValueError as error:
-        assert "cache that can be cropped" in str(error)
-        assert len(streamer.puts) == 1
-    else:
-        assert torch.equal(text, plain(target, input_ids=prompt()))
+
+@pytest.mark.parametrize("counts", [[0], [9], [2, 0, 4, 1]], ids=["all-wrong", "oracle", "mixed"])
+def test_a_hybrid_target_that_can_take_back_rejected_drafts_gives_its_own_text(counts):
+    """ggml-org/llama.cpp#26695."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("lfm2", **HYBRID, full_attn_idxs=[1, 3], initializer_range=0.3)
+    target, ids = AutoModelForCausalLM.from_config(config).eval(), prompt()
+    truth = plain(target, input_ids=ids)
+    drafter = scripted("dflash", truth, counts)
+
+    assert torch.equal(plain(target, input_ids=ids, assistant_model=drafter), truth)
+    assert accepted(drafter)[:4] == [min(counts[min(i, len(counts) - 1)], 4) for i in range(4)]
+
+
+def test_a_target_with_a_running_state_is_refused():
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **HYBRID)).eval()
+
+    with pytest.raises(ValueError, match=r"a decoder-only target without a running state .* got MambaForCausalLM"):
+        plain(target, input_ids=prompt(), assistant_model=make_drafter())
+
+
+def test_a_target_whose_cache_cannot_be_cropped_is_refused_before_its_first_token(monkeypatch):
+    monkeypatch.setattr(DynamicLayer, "is_croppable", False)
+    streamer = Recorder()
+
+    with pytest.raises(ValueError, match="a cache that can be cropped"):
+        plain(make_target(), input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer)
+
+    assert len(streamer.puts) == 1
+
+
+def test_two_copies_of_the_code_share_one_seam(tmp_path, monkeypatch):
+    """As when a drafter loaded with remote code meets this package."""
+    package = tmp_path / "another_copy"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name in CORE_FILES:
+        shutil.copy(Path(decoding.__file__).with_name(name), package)
+    monkeypatch.syspath_prepend(tmp_path)
+    originals = [vars(vars(GenerationMixin)[name])[MARK] for name in PRIVATE_NAMES]
+    theirs = importlib.import_module("another_copy.modeling_carryover")
+    torch.manual_seed(1)
+    drafter = theirs.CarryoverDrafterModel(drafter_config()).eval()
+    target, ids = make_target(), prompt()
+
+    text = plain(target, input_ids=ids, assistant_model=drafter)
+
+    assert type(drafter) is not CarryoverDrafterModel
+    assert torch.equal(text, plain(target, input_ids=ids))
+    assert drafter.last_stats.rounds
+    assert [vars(vars(GenerationMixin)[name])[MARK] for name in PRIVATE_NAMES] == originals
+    AutoConfig.register("carryover_drafter", type(drafter_config()), exist_ok=True)
+    AutoModel.register(type(drafter_config()), CarryoverDrafterModel, exist_ok=True)

@@ -232,7 +232,11 @@ def test_drafts_end_where_no_token_of_the_draft_vocabulary_is_allowed():
 
     torch.manual_seed(0)
     out = plain(
-        target, input_ids=ids, assistant_model=drafter, do_sample=True, logits_processor=LogitsProcessorList([only_some])
+        target,
+        input_ids=ids,
+        assistant_model=drafter,
+        do_sample=True,
+        logits_processor=LogitsProcessorList([only_some]),
     )
 
     assert set(out[0, length + 3 :].tolist()) <= {30, 31}
@@ -257,7 +261,7 @@ def test_a_draft_length_that_is_none_is_refused(length):
     drafter = make_drafter()
     drafter.draft_length = length
 
-    with pytest.raises(ValueError, match="`drafter.draft_length` must be None .* or an integer from 1 on, got"):
+    with pytest.raises(ValueError, match=r"`drafter.draft_length` must be None .* or an integer from 1 on, got"):
         plain(make_target(), input_ids=prompt(), assistant_model=drafter)
 
 
@@ -279,7 +283,7 @@ def test_no_draft_reaches_beyond_the_length_limit(new_tokens):
 
 @pytest.mark.parametrize(("counts", "length"), [([9], 5.0), ([0], 1.0)], ids=["oracle", "always-wrong"])
 def test_accepted_length_of_known_drafters(counts, length):
-    """The target's own token is counted once: 1 when all is wrong, K + 1 when all is right (sgl-project/sglang#23530)."""
+    """The target's own token counts once: 1 when all is wrong, K + 1 when all is right (sgl-project/sglang#23530)."""
     target, ids = make_target(), prompt()
     drafter = scripted("dflash", target, ids, counts)
 
@@ -369,7 +373,12 @@ def test_sampled_text_follows_the_targets_law(kind, law, monkeypatch):
     """All outcomes of two rounds on three tokens, the second with carried rows (arXiv 2211.17192, Algorithm 1)."""
     target = make_target(vocab_size=3, num_hidden_layers=3, initializer_range=0.1)
     drafter = make_drafter(
-        kind, vocab_size=3, mask_token_id=2, block_size=2 + (kind == "dflash"), target_layer_ids=[0], initializer_range=0.1
+        kind,
+        vocab_size=3,
+        mask_token_id=2,
+        block_size=2 + (kind == "dflash"),
+        target_layer_ids=[0],
+        initializer_range=0.1,
     )
     ids, carried, options = torch.tensor([[0, 1, 1, 2]]), [], LAWS[law]
 

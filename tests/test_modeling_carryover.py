@@ -24,9 +24,13 @@ def run_block(drafter, *, num_rows=6, num_carried=0, cache=None, features=None, 
         features = torch.randn(1, num_rows, size, generator=generator)
     block = torch.randn(1, block_size, drafter.config.hidden_size, generator=generator)
     num_new = features.shape[1] - num_carried
-    positions = torch.cat([torch.arange(num_new), num_new + torch.arange(num_carried), num_new + torch.arange(block_size)])
+    positions = torch.cat(
+        [torch.arange(num_new), num_new + torch.arange(num_carried), num_new + torch.arange(block_size)]
+    )
     with torch.no_grad():
-        return drafter(block, features, positions[None], cache=cache, num_carried=num_carried, **kwargs).last_hidden_state
+        return drafter(
+            block, features, positions[None], cache=cache, num_carried=num_carried, **kwargs
+        ).last_hidden_state
 
 
 def test_every_slot_sees_every_other_slot_and_every_row():
@@ -94,7 +98,8 @@ def test_eager_and_sdpa_agree():
     features = torch.randn(1, 6, 64)
 
     eager, sdpa = (
-        run_block(make_drafter(attn_implementation=name), features=features, num_carried=2) for name in ("eager", "sdpa")
+        run_block(make_drafter(attn_implementation=name), features=features, num_carried=2)
+        for name in ("eager", "sdpa")
     )
 
     torch.testing.assert_close(eager, sdpa)
@@ -308,7 +313,9 @@ torch.save((hidden, text), {str(tmp_path / "out.pt")!r})
     assert torch.equal(text, plain(target, input_ids=prompt()))
 
 
-@pytest.mark.parametrize("revive", [copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))], ids=["copied", "unpickled"])
+@pytest.mark.parametrize(
+    "revive", [copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))], ids=["copied", "unpickled"]
+)
 def test_a_drafter_that_never_ran_its_constructor_still_works(revive):
     target, drafter = make_target(), make_drafter()
     uninstall()

@@ -3,9 +3,11 @@
 from hf_carryover.acceptance import DraftStats, Round
 from hf_carryover.cache_carryover import CarryoverCache
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
+from hf_carryover.conversion import load_dflash, load_drafter
 from hf_carryover.decoding import install, uninstall
 from hf_carryover.drafting import CarryoverCandidateGenerator
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
+from hf_carryover.targets import load_target
 
 __all__ = [
     "CarryoverCache",
@@ -15,5 +17,8 @@ __all__ = [
     "DraftStats",
     "Round",
     "install",
+    "load_dflash",
+    "load_drafter",
+    "load_target",
     "uninstall",
 ]

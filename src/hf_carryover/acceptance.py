@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Verdict(NamedTuple):
-    """Rows of a target pass: anchor and accepted drafts, or prompt, ``[1, A, F]``; rejected drafts ``[1, R, F]``."""
+    """Rows of a target pass: anchor and accepted drafts (or prompt) ``[1, A, F]``; rejected ``[1, R, F]``."""
 
     accepted: Tensor
     rejected: Tensor
@@ -16,8 +16,7 @@ class Verdict(NamedTuple):
 def split_at_acceptance(features: Tensor, num_rejected: int) -> Verdict:
     """Split a pass's rows ``[1, S, F]`` at the first rejection; the two parts, joined, are the rows.
 
-    Of K drafts with n accepted, ``R = K - n`` rows are rejected and ``A = n + 1`` stay; the prompt's pass rejects
-    none.
+    Of K drafts with n accepted, ``R = K - n`` rows are rejected and ``A = n + 1`` stay; the prompt's pass rejects 0.
     """
     num_accepted = features.shape[1] - num_rejected
     if not 1 <= num_accepted <= features.shape[1]:
@@ -43,27 +42,24 @@ class Round:
 
 @dataclass
 class DraftStats:
-    """What drafting did in one ``generate`` call; a round is a target pass after the prompt's.
-
-    Tokens count as kept: a round cut by the end of text or a limit counts with what stayed, and its last token as own.
-    """
+    """What drafting did in one ``generate`` call; a round is a target pass after the prompt's."""
 
     rounds: list[Round] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens committed by rounds; the prompt's pass commits one more, which is not counted."""
+        """Tokens of rounds that the text kept; the prompt's pass commits one more, which is not counted."""
         return sum(r.num_accepted + 1 for r in self.rounds)
 
     @property
     def accepted_length(self) -> float:
-        """Tokens a round, the target's own included (tau); 0.0 without rounds. See also `accepted_drafts`."""
+        """Tokens a round, the target's own included (tau); 0.0 without rounds."""
         return self.num_tokens / len(self.rounds) if self.rounds else 0.0
 
     @property
     def accepted_drafts(self) -> float:
         """Accepted drafts a round: `accepted_length` without the target's own token."""
-        return sum(r.num_accepted for r in self.rounds) / len(self.rounds) if self.rounds else 0.0
+        return max(self.accepted_length - 1, 0.0)
 
     @property
     def histogram(self) -> list[int]:
@@ -78,6 +74,5 @@ class DraftStats:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time to ``recycle`` (gather, split, mark rows) and ``draft`` (pass, head, choice); on a GPU, of launching."""
-        recycle, draft = sum(r.recycle_seconds for r in self.rounds), sum(r.draft_seconds for r in self.rounds)
-        return {"recycle": recycle, "draft": draft}
+        """Time to ``recycle`` (gather, split, mark rows) and ``draft`` (pass, head, choice); on a GPU, to launch."""
+        return {part: sum(vars(r)[f"{part}_seconds"] for r in self.rounds) for part in ("recycle", "draft")}

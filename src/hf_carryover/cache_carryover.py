@@ -24,14 +24,12 @@ class CarryoverCache(DynamicCache):
 
     def commit(self, num_rows: int) -> None:
         """Forget the last round's carried and block rows; the next ``num_rows`` rows that arrive stay for good."""
-        self._expect_rows(num_rows)
         self.crop(self.num_committed - self.get_seq_length())
         self.num_committed += num_rows
         self.num_carried = 0
 
     def carry(self, num_rows: int) -> None:
         """The ``num_rows`` rows that arrive after the committed ones live until the next `commit`."""
-        self._expect_rows(num_rows)
         self.num_carried = num_rows
 
     def visible(self, layer_idx: int = 0) -> tuple[Tensor, Tensor]:
@@ -39,8 +37,3 @@ class CarryoverCache(DynamicCache):
         num_visible = self.num_committed + self.num_carried
         layer = self.layers[layer_idx]
         return layer.keys[:, :, :num_visible], layer.values[:, :, :num_visible]
-
-    @staticmethod
-    def _expect_rows(num_rows: int) -> None:
-        if num_rows < 0:
-            raise ValueError(f"`num_rows` must not be negative, got {num_rows}.")

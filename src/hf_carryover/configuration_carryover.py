@@ -11,13 +11,11 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 # Keys that Transformers writes into a config.json, or passes on its own account, without declaring them as fields.
-TRANSFORMERS_KEYS = frozenset(
-    {
-        "_name_or_path", "_commit_hash", "attn_implementation", "auto_map", "model_type", "name_or_path",
-        "num_labels", "output_attentions", "per_layer_config", "quantization_config", "rope_scaling", "rope_theta",
-        "torch_dtype", "use_cache",
-    }
-)  # fmt: skip
+TRANSFORMERS_KEYS = {"_name_or_path", "_commit_hash", "attn_implementation", "auto_map", "model_type", "name_or_path",
+                     "num_labels", "output_attentions", "per_layer_config", "quantization_config", "rope_scaling",
+                     "rope_theta", "torch_dtype"}  # fmt: skip
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim")  # fmt: skip
 
 
 @strict
@@ -35,17 +33,16 @@ class CarryoverDrafterConfig(PreTrainedConfig):
         vocab_size: Rows of the target's vocabulary, V; embedding and output head are the target's and not stored.
         hidden_size: Width of target and drafter, D.
         rope_parameters: Rotary settings in Transformers' form, for example ``{"rope_theta": 1e6}``.
-        layer_types: ``full_attention`` (the default) or ``sliding_attention`` for every layer.
-        sliding_window: How many rows back a sliding layer sees.
+        layer_types: ``full_attention`` (default) or ``sliding_attention``, which sees ``sliding_window`` rows.
         is_causal: Whether slots see only the slots before them; None: in sliding layers only, as DFlash does.
         num_target_layers: Layers of the target, where known; checked against the target at hand.
         input_embedding_scale: Factor on the raw rows of the target's embedding; None: ask the embedding module itself.
-        output_multiplier: Factor on the output head's logits.
-        final_logit_softcapping: Logits pass through ``c tanh(logits / c)``; None: they do not.
+        output_multiplier: Factor on the output head's logits, which then pass through ``c tanh(logits / c)`` if
+            ``final_logit_softcapping`` c is set.
         markov_head_type: ``vanilla``, ``gated`` or ``rnn`` (DSpark, arXiv 2607.05147); None: slots are independent.
         markov_rank: Rank of the Markov head, 0 without one.
-        enable_confidence_head: Whether a head estimates how likely each draft is to be accepted.
-        confidence_head_with_markov: Whether that head also reads the Markov embedding of the token before.
+        enable_confidence_head: Whether a head estimates how likely each draft is to be accepted; it may also read the
+            Markov embedding of the token before (``confidence_head_with_markov``).
         draft_vocab_size: Number of tokens that may be proposed; None: all of them.
         bos_token_id: The target's, like ``eos_token_id`` and ``pad_token_id``, for pipelines that ask.
 
@@ -114,65 +111,41 @@ class CarryoverDrafterConfig(PreTrainedConfig):
         """Width of a row's features, F."""
         return len(self.target_layer_ids) * self.hidden_size
 
-    def validate_sizes(self) -> None:
-        """Check that every size is positive and that heads divide."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim"):  # fmt: skip
-            _expect(self.__dict__[name] >= 1, f"`{name}` must be at least 1", self.__dict__[name])
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        _expect(
-            heads % groups == 0, f"`num_attention_heads` must be a multiple of the {groups} key/value heads", heads
-        )
-
-    def validate_block(self) -> None:
-        """Check that a block holds at least one draft and that its tokens exist."""
+    def validate_fields(self) -> None:
+        """Check what types cannot say; each line is what must hold, what is expected, and what was found."""
+        ids, heads, groups = self.target_layer_ids, self.num_attention_heads, self.num_key_value_heads
+        layers = self.layer_types or []
+        head, rank, subset = self.markov_head_type, self.markov_rank, self.draft_vocab_size
         fewest = "1 (the anchor drafts)" if self.sample_from_anchor else "2 (one anchor, one draft)"
-        _expect(self.num_drafts >= 1, f"`block_size` must be at least {fewest}", self.block_size)
-        exists = 0 <= self.mask_token_id < self.vocab_size
-        _expect(exists, f"`mask_token_id` must be in 0..{self.vocab_size - 1}", self.mask_token_id)
-        size = self.draft_vocab_size
-        _expect(
-            size is None or 1 <= size <= self.vocab_size, f"`draft_vocab_size` must be in 1..{self.vocab_size}", size
-        )
-
-    def validate_target_layers(self) -> None:
-        """Check that the feature layers are increasing and leave out the target's last layer."""
-        ids, last = self.target_layer_ids, self.num_target_layers
-        increasing = bool(ids) and ids[0] >= -1 and all(a < b for a, b in pairwise(ids))
-        _expect(increasing, "`target_layer_ids` must be increasing layer ids from -1 on, at least one", ids)
-        inside = last is None or ids[-1] < last - 1
-        _expect(inside, f"`target_layer_ids` must stay below the target's last layer (its output is normalised), "
-                        f"{(last or 0) - 1}", ids)  # fmt: skip
-
-    def validate_attention(self) -> None:
-        """Check the kind of every layer and that the rotary settings are ones that the network implements."""
-        kinds, window = self.layer_types or [], self.sliding_window
-        known = len(kinds) == self.num_hidden_layers and set(kinds) <= {"full_attention", "sliding_attention"}
-        _expect(
-            known, f"`layer_types` must name full_attention or sliding_attention {self.num_hidden_layers} times", kinds
-        )
-        slides = "sliding_attention" in kinds
-        _expect(not slides or (window or 0) >= 1, "`sliding_window` must be at least 1 with sliding layers", window)
+        below = float("inf") if self.num_target_layers is None else self.num_target_layers - 1
         factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        _expect(factor == 1.0, "`partial_rotary_factor` must be 1.0 (whole heads are rotated)", factor)
-
-    def validate_heads(self) -> None:
-        """Check that the Markov and confidence heads are complete."""
-        kind, rank = self.markov_head_type, self.markov_rank
-        _expect(
-            kind in (None, "vanilla", "gated", "rnn"), "`markov_head_type` must be None, vanilla, gated or rnn", kind
-        )
-        _expect(
-            rank > 0 if kind else rank == 0, "`markov_rank` must be positive with a Markov head and 0 without", rank
-        )
-        reads = self.confidence_head_with_markov
-        _expect(not reads or bool(self.enable_confidence_head and kind),
-                "`confidence_head_with_markov` must come with a confidence head and a Markov head", reads)  # fmt: skip
-
-
-def _expect(holds: bool, rule: str, found: object) -> None:
-    if not holds:
-        raise ValueError(f"{rule}, got {found!r}.")
+        reads, confident = self.confidence_head_with_markov, self.enable_confidence_head
+        rules: list[tuple[bool, str, object]] = [
+            *((self.__dict__[name] >= 1, f"`{name}` must be at least 1", self.__dict__[name]) for name in SIZES),
+            (heads % max(groups, 1) == 0, f"`num_attention_heads` must be a multiple of {groups} key/value heads",
+             heads),
+            (self.num_drafts >= 1, f"`block_size` must be at least {fewest}", self.block_size),
+            (0 <= self.mask_token_id < self.vocab_size, f"`mask_token_id` must be in 0..{self.vocab_size - 1}",
+             self.mask_token_id),
+            (subset is None or 1 <= subset <= self.vocab_size, f"`draft_vocab_size` must be in 1..{self.vocab_size}",
+             subset),
+            (bool(ids) and ids[0] >= -1 and all(a < b for a, b in pairwise(ids)),
+             "`target_layer_ids` must be increasing layer ids from -1 on, at least one", ids),
+            (max(ids, default=-1) < below,
+             f"`target_layer_ids` must be below the target's last layer (its output is normalised), {below}", ids),
+            (len(layers) == self.num_hidden_layers and set(layers) <= {"full_attention", "sliding_attention"},
+             f"`layer_types` must name full_attention or sliding_attention {self.num_hidden_layers} times", layers),
+            ("sliding_attention" not in layers or (self.sliding_window or 0) >= 1,
+             "`sliding_window` must be at least 1 with sliding layers", self.sliding_window),
+            (factor == 1.0, "`partial_rotary_factor` must be 1.0 (whole heads are rotated)", factor),
+            (head in (None, "vanilla", "gated", "rnn"), "`markov_head_type` must be None, vanilla, gated, rnn", head),
+            ((rank > 0) == bool(head), "`markov_rank` must be positive with a Markov head, 0 without", rank),
+            (not reads or bool(confident and head),
+             "`confidence_head_with_markov` must come with a confidence head and a Markov head", reads),
+        ]  # fmt: skip
+        for holds, expected, found in rules:
+            if not holds:
+                raise ValueError(f"{expected}, got {found!r}.")
 
 
 AutoConfig.register(CarryoverDrafterConfig.model_type, CarryoverDrafterConfig, exist_ok=True)

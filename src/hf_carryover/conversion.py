@@ -1,11 +1,11 @@
-"""How do public drafters get in? Read z-lab's DFlash format: nothing is guessed, every tensor and field used or refused."""
+"""How do public drafters get in? From z-lab's format: nothing guessed, every tensor and field used or refused."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,33 +16,43 @@ from hf_carryover.decoding import check_pair
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 # Fields of a z-lab config that mean the same in ours.
-SAME_FIELDS = frozenset(
-    {
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "initializer_range",
-        "attention_bias", "attention_dropout", "layer_types", "is_causal", "num_target_layers", "rope_parameters",
-        "rope_theta", "rope_scaling", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
-    }
-)  # fmt: skip
-# Drafting facts, at top level or nested in `dflash_config`; a conflict between the two is an error.
-DRAFT_FIELDS = frozenset(
-    {
-        "block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale", "output_multiplier",
-        "final_logit_softcapping",
-    }
-)  # fmt: skip
-# Bookkeeping, and fields that say nothing about the mathematics: embeddings are borrowed, `layer_types` holds the windows.
-IGNORED_FIELDS = frozenset(
-    {
-        "architectures", "auto_map", "model_type", "transformers_version", "tie_word_embeddings", "use_cache",
-        "use_sliding_window", "sliding_window", "max_window_layers", "dflash_config", "return_dict",
-        "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
-    }
-)  # fmt: skip
+SAME_FIELDS = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "initializer_range",
+    "attention_bias", "attention_dropout", "layer_types", "is_causal", "num_target_layers", "rope_parameters",
+    "rope_theta", "rope_scaling", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
+}  # fmt: skip
+# Drafting facts, at the top or nested in `dflash_config`; a conflict between the two is an error.
+DRAFT_FIELDS = {
+    "block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale", "output_multiplier",
+    "final_logit_softcapping",
+}  # fmt: skip
+# Bookkeeping, and fields without a part in the result: embeddings are borrowed, `layer_types` says which layers slide.
+IGNORED_FIELDS = {
+    "architectures", "auto_map", "model_type", "transformers_version", "tie_word_embeddings", "use_cache",
+    "use_sliding_window", "sliding_window", "max_window_layers", "dflash_config", "return_dict",
+    "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
+}  # fmt: skip
 REQUIRED_FIELDS = (
     "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
 )  # fmt: skip
+
+
+def load_drafter(
+    folder_or_hub_id: str | Path, *, target: PreTrainedModel | None = None, dtype: torch.dtype | None = None
+) -> CarryoverDrafterModel:
+    """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`."""
+    path = Path(folder_or_hub_id) / "config.json"
+    if not Path(folder_or_hub_id).is_dir():
+        path = Path(hf_hub_download(str(folder_or_hub_id), "config.json"))
+    if read_json(path).get("model_type") != CarryoverDrafterConfig.model_type:
+        return load_dflash(folder_or_hub_id, target=target, dtype=dtype)
+    drafter: CarryoverDrafterModel = CarryoverDrafterModel.from_pretrained(folder_or_hub_id, dtype=dtype or "auto")
+    if target is not None:
+        check_pair(target, drafter)
+        drafter.to(target.device)
+    return drafter.eval()
 
 
 def load_dflash(
@@ -87,44 +97,55 @@ def load_dflash(
     return drafter
 
 
-def read_dflash_config(path: Path) -> CarryoverDrafterConfig:
-    """The configuration of a z-lab checkpoint as ours; every field is used, known to be bookkeeping, or refused by name."""
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or an error that names the file."""
     if not path.is_file():
         raise FileNotFoundError(f"Expected a drafter's config.json at {path}, found none; check the folder or Hub id.")
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"Expected UTF-8 JSON in {path}, got: {error}. Download the file again.") from error
-    found = raw.get("architectures")
-    if found != ["DFlashDraftModel"]:
+        raise ValueError(f"Expected UTF-8 JSON in {path}, got: {error}; download the file again.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"Expected a JSON object in {path}, got {type(raw).__name__}; download the file again.")
+    return raw
+
+
+def read_dflash_config(path: Path) -> CarryoverDrafterConfig:
+    """The configuration of a z-lab checkpoint as ours; a field is used, known bookkeeping, or refused by name."""
+    raw = read_json(path)
+    if raw.get("architectures") != ["DFlashDraftModel"]:
         raise ValueError(
-            f"Expected `architectures` ['DFlashDraftModel'] (z-lab's format) in {path}, got {found}; other drafters, "
-            "DFlash2DraftModel among them, are not read yet."
+            f"Expected `architectures` ['DFlashDraftModel'] (z-lab's format) in {path}, got "
+            f"{raw.get('architectures')}; other drafters, DFlash2DraftModel among them, are not read yet."
         )
-    nested = raw.get("dflash_config") or {}
-    fields = dict(raw)
-    for name, value in nested.items():
-        if name not in DRAFT_FIELDS | {"num_target_layers"}:
-            raise ValueError(
-                f"Unknown field `dflash_config.{name}` in {path}: it may change the mathematics; refused."
-            )
-        if name in raw and raw[name] != value:
-            raise ValueError(f"`{name}` is {raw[name]} at the top of {path} but {value} in `dflash_config`; keep one.")
-        fields[name] = value
-    unknown = fields.keys() - SAME_FIELDS - DRAFT_FIELDS - IGNORED_FIELDS
-    if unknown:
-        raise ValueError(f"Unknown fields {sorted(unknown)} in {path}: they may change the mathematics; refused.")
-    missing = [name for name in REQUIRED_FIELDS if name not in fields]
-    if missing:
+    fields = merge_nested(raw, raw.get("dflash_config") or {}, path)
+    if unknown := sorted(fields.keys() - SAME_FIELDS - DRAFT_FIELDS - IGNORED_FIELDS):
         raise ValueError(
-            f"Expected the fields {missing} in {path}, found none; they are facts of training, not guessed."
+            f"Expected fields of a DFlash drafter in {path}, got also {unknown}; they may change the result."
         )
+    if missing := [name for name in REQUIRED_FIELDS if name not in fields]:
+        raise ValueError(f"Expected the fields {missing} in {path}, found none; facts of training are not guessed.")
     kept = {name: fields[name] for name in fields.keys() & (SAME_FIELDS | DRAFT_FIELDS)}
     if "sliding_attention" in (kept.get("layer_types") or []):
         kept["sliding_window"] = fields.get("sliding_window")
     # DFlash takes raw embedding rows, times a factor where the checkpoint names one.
     kept.setdefault("input_embedding_scale", 1.0)
     return CarryoverDrafterConfig(sample_from_anchor=False, **kept)
+
+
+def merge_nested(raw: dict[str, Any], nested: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of ``dflash_config`` beside those at the top; the two must not contradict each other."""
+    if unknown := sorted(nested.keys() - DRAFT_FIELDS - {"num_target_layers"}):
+        raise ValueError(
+            f"Expected known fields in `dflash_config` of {path}, got {unknown}; they may change the result."
+        )
+    for name in nested.keys() & raw.keys():
+        if nested[name] != raw[name]:
+            raise ValueError(
+                f"Expected one `{name}` in {path}, got {raw[name]} at the top and {nested[name]} in `dflash_config`; "
+                "remove the wrong one."
+            )
+    return raw | nested
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

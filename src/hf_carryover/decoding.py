@@ -1,6 +1,7 @@
 """How does `target.generate(..., assistant_model=drafter)` reach us? The one seam, and what it refuses."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -9,13 +10,14 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers.generation import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from .configuration_carryover import CarryoverDrafterConfig
 from .drafting import CarryoverCandidateGenerator
 
-# Every private Transformers name that we rely on, all methods of `GenerationMixin`.
+# The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
 PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
 MARK = "carryover_original"
@@ -38,45 +40,42 @@ def uninstall() -> None:
         setattr(GenerationMixin, name, vars(wrapper).get(MARK, wrapper))
 
 
-def is_ours(assistant: Any, generation_config: GenerationConfig) -> bool:
+def is_ours(assistant: Any, config: GenerationConfig) -> bool:
     """Whether this call drafts with us: our drafter (bare or in an adapter), and no other way chosen by the caller."""
-    return (
-        isinstance(assistant, torch.nn.Module)
-        and assistant.config.model_type == CarryoverDrafterConfig.model_type
-        and generation_config.speculation_type is None
-        and generation_config.prompt_lookup_num_tokens is None
-        and generation_config.assistant_early_exit is None
-        and not generation_config.use_mtp
-    )
+    other_ways = config.speculation_type, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp
+    is_model = issubclass(type(assistant), torch.nn.Module) and not any(other_ways)
+    return is_model and assistant.config.model_type == CarryoverDrafterConfig.model_type
 
 
 def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
     def validate(
-        self: PreTrainedModel, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
+        self: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]
     ) -> None:
-        if is_ours(generation_mode_kwargs.get("assistant_model"), generation_config):
-            check_pair(self, generation_mode_kwargs["assistant_model"])
-            check_options(generation_mode, generation_config)
-        original(self, generation_mode, generation_config, generation_mode_kwargs)
+        if is_ours(kwargs.get("assistant_model"), config):
+            check_pair(self, kwargs["assistant_model"])
+            check_options(mode, config)
+        original(self, mode, config, kwargs)
 
     return validate
 
 
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     def decode(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        drafter, config = kwargs.get("assistant_model"), kwargs.get("generation_config")
-        if config is None or not is_ours(drafter, config):
+        drafter: Any = kwargs.get("assistant_model")
+        if drafter is None or not is_ours(drafter, kwargs["generation_config"]):
             return original(self, *args, **kwargs)
         (input_ids,) = args  # [1, T]
-        check_inputs(input_ids, config, kwargs)
-        generator = CarryoverCandidateGenerator(
-            drafter, self, generation_config=config, logits_processor=kwargs["logits_processor"]
-        )
+        check_inputs(input_ids, kwargs)
+        passed_on = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
+        generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
         gate = TokenGate(kwargs["stopping_criteria"], kwargs.get("streamer"), generator, input_ids.shape[1])
         # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
         kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate]), "streamer": None}
-        with gate:
+        try:
             output = original(self, input_ids, **kwargs)
+        finally:
+            if gate.streamer is not None:
+                gate.streamer.end()
         return gate.trim(output, kwargs["cache"])
 
     return decode
@@ -91,6 +90,7 @@ def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_generator
 
 
+@dataclass(eq=False)
 class TokenGate(StoppingCriteria):
     """Asks the stopping criteria about every token of a round in turn, and streams only those that stay.
 
@@ -99,20 +99,17 @@ class TokenGate(StoppingCriteria):
     the same token, greedy or sampling. What the loop added after that token is trimmed from its output.
     """
 
-    def __init__(
-        self,
-        criteria: StoppingCriteriaList,
-        streamer: BaseStreamer | None,
-        generator: CarryoverCandidateGenerator,
-        prompt_length: int,
-    ) -> None:
-        self.criteria, self.streamer, self.generator = criteria, streamer, generator
-        self.prompt_length = self.length = prompt_length
-        self.surplus = 0
+    criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
+    generator: CarryoverCandidateGenerator
+    prompt_length: int
+    surplus: int = 0
+
+    def __post_init__(self) -> None:
+        self.length = self.prompt_length
         # The loop itself cuts a block at the end of text and at the length limit; a clock may be asked once a round.
-        self.once_a_round = all(
-            isinstance(c, EosTokenCriteria | MaxLengthCriteria | MaxTimeCriteria) for c in criteria
-        )
+        by_loop = EosTokenCriteria | MaxLengthCriteria | MaxTimeCriteria
+        self.once_a_round = all(isinstance(criterion, by_loop) for criterion in self.criteria)
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
         """Whether to stop, ``[1]``; judges the tokens of ``input_ids`` ``[1, T]`` that are new, one by one."""
@@ -129,13 +126,6 @@ class TokenGate(StoppingCriteria):
             self.generator.stats.rounds[-1].num_accepted -= self.surplus
         return done
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        if self.streamer is not None:
-            self.streamer.end()
-
     def trim(self, output: Any, cache: Cache) -> Any:
         """The loop's output without the tokens after the stop: ids ``[1, T]``, or the dictionary with its parts."""
         if not self.surplus:
@@ -151,25 +141,27 @@ class TokenGate(StoppingCriteria):
 
 def check_pair(target: PreTrainedModel, drafter: Any) -> None:
     """Refuse a drafter that was made for another target, in one sentence."""
-    if target.config.is_encoder_decoder:
+    found = type(target).__name__
+    if target.config.is_encoder_decoder or target._is_stateful:
         raise ValueError(
-            f"Carryover drafting expects a decoder-only target, got {type(target).__name__}; use a causal one."
+            "Carryover drafting expects a decoder-only target without a running state (a rejected draft could not be "
+            f"taken back), got {found}; leave `assistant_model` out."
         )
     ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
-    for name, expected, found in (
+    for name, expected, size in (
         ("vocabulary size", ours.vocab_size, theirs.vocab_size),
         ("hidden size", ours.hidden_size, theirs.hidden_size),
         ("number of layers", ours.num_target_layers or theirs.num_hidden_layers, theirs.num_hidden_layers),
     ):
-        if expected != found:
+        if expected != size:
             raise ValueError(
-                f"The drafter expects a target with {name} {expected}, got {type(target).__name__} with {found}; use the "
-                "target that this drafter was trained for, or a drafter for this target."
+                f"The drafter expects a target with {name} {expected}, got {found} with {size}; use the target it was "
+                "trained for, or a drafter for this target."
             )
-    if ours.target_layer_ids[-1] >= theirs.num_hidden_layers - 1:
+    ids, last = ours.target_layer_ids, theirs.num_hidden_layers - 1
+    if ids[-1] >= last:
         raise ValueError(
-            f"The drafter expects `target_layer_ids` {ours.target_layer_ids} below the target's last layer (its output is "
-            f"normalised), got {theirs.num_hidden_layers} layers; use the target that this drafter was trained for."
+            f"The drafter expects a target with a last layer above {ids}, got {last}; use another target."
         )
 
 
@@ -177,35 +169,34 @@ def check_options(generation_mode: GenerationMode, config: GenerationConfig) -> 
     """Refuse options that drafting cannot honour exactly, in one sentence."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"Carryover drafting expects greedy decoding or sampling, got {generation_mode.value}; set `num_beams=1` without "
-            "other search options, or leave `assistant_model` out."
+            f"Carryover drafting expects greedy decoding or sampling, got {generation_mode.value}; set `num_beams=1` "
+            "without other search options, or leave `assistant_model` out."
         )
     refused = {
         "num_return_sequences": (config.num_return_sequences or 1) > 1,
         "use_cache=False": config.use_cache is False,
         "assistant_ensemble_weight": config.assistant_ensemble_weight is not None,
         "guidance_scale": config.guidance_scale not in (None, 1),
+        "a SynthID `watermarking_config`": isinstance(config.watermarking_config, SynthID),
     }
-    for name, is_set in refused.items():
-        if is_set:
-            raise ValueError(
-                f"Carryover drafting expects generate() without `{name}`, which would change the text or needs what a "
-                "draft cannot undo; leave the option or `assistant_model` out."
-            )
+    for name in (name for name, is_set in refused.items() if is_set):
+        raise ValueError(
+            f"Carryover drafting expects generate() without {name}, which changes the text or cannot be taken back "
+            "after a rejected draft; leave it or `assistant_model` out."
+        )
 
 
-def check_inputs(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-    """Refuse a batch, a missing cache, and a filled cache together with the ids that it already holds."""
+def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
+    """Refuse a batch, and a filled cache together with the ids that it already holds."""
     if input_ids.shape[0] != 1:
         raise ValueError(
             f"Carryover drafting expects one prompt at a time (batch size 1), got {input_ids.shape[0]}; call generate "
-            "for each prompt, or leave `assistant_model` out."
+            "for each, or leave `assistant_model` out."
         )
-    past = kwargs["cache"].get_seq_length() if kwargs.get("cache") is not None else 0
-    mask = kwargs.get("attention_mask")
-    num_masked = mask.shape[1] if mask is not None else config._mask_length
-    if 0 < past < input_ids.shape[1] == num_masked:
+    past = 0 if kwargs.get("cache") is None else kwargs["cache"].get_seq_length()
+    mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
+    if 0 < past < length and length == (kwargs["generation_config"]._mask_length if mask is None else mask.shape[1]):
         raise ValueError(
-            f"Carryover drafting expects only new ids beside a filled cache, got {input_ids.shape[1]} ids and {past} cached "
-            "rows; pass the new ids with the whole text's `attention_mask` (the library would process old ids again)."
+            f"Carryover drafting expects only new ids beside a filled cache, got {length} ids and {past} cached rows; "
+            "pass the new ids with the whole text's `attention_mask` (old ids would be processed again)."
         )

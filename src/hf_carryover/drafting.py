@@ -17,11 +17,7 @@ from .modeling_carryover import CarryoverDrafterModel
 class CarryoverCandidateGenerator(CandidateGenerator):
     """Drafts for one ``generate`` call. `get_candidates` is the round; all state lives and dies with this object.
 
-    Args:
-        drafter: The drafter.
-        target: The model that verifies; it lends its embedding and output head.
-        generation_config: Of the call: ``max_length``, ``do_sample`` and what the user wants returned.
-        logits_processor: Of the call; drafts pass through it like the target's logits do.
+    The target lends its embedding and output head; draft logits pass through the call's processors like its own.
     """
 
     requires_model_outputs = True
@@ -36,7 +32,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
     ) -> None:
         self.drafter = drafter
         self.embedding = target.get_input_embeddings()
-        self.head = drafter.proposal_head(target.get_output_embeddings())
+        output_head = target.get_output_embeddings()
+        self.head, self.head_place = drafter.proposal_head(output_head), (output_head.weight.device, target.dtype)
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
@@ -63,8 +60,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         Args:
             input_ids: Text so far, anchor last, ``[1, T]``.
             model_kwargs: The target's arguments; positions and mask of the text are read.
-            model_outputs: The target's last pass; None before the prompt's, when there is nothing to draft from.
-            is_first_iteration: Whether the prompt's pass is still to come.
+            model_outputs: The target's last pass; None before the prompt's.
+            is_first_iteration: Whether that one is still to come.
             n_last_matches: Drafts accepted in the last pass.
 
         Returns:
@@ -73,12 +70,12 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if model_outputs is None:
             return input_ids, None
         self.stats.rounds.append(record := Round(drafts=input_ids[0, :0], num_carried=0))
+        num_rejected, self.num_handed_over = self.num_handed_over - n_last_matches, 0
         num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
         if num_drafts <= 0:  # the target's next token is the last
-            return self._hand_over(record, input_ids, input_ids[:, :0], None)
+            return input_ids, None
         start = perf_counter()
         # 1. Gather what the target computed for the rows of its last pass.
-        num_rejected = self.num_handed_over - n_last_matches
         features, positions = self._gather(model_outputs, model_kwargs, num_rejected)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)
@@ -90,7 +87,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         drafts, logits = self._propose(input_ids, hidden)
         record.draft_seconds = perf_counter() - start - record.recycle_seconds
         # 5. Hand over.
-        return self._hand_over(record, input_ids, drafts, logits)
+        record.drafts, self.num_handed_over = drafts[0], drafts.shape[1]
+        return torch.cat([input_ids, drafts], dim=1), logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:  # noqa: ARG002
         """Record what the target accepted; the prompt's pass is no round."""
@@ -148,12 +146,12 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         When sampling, the logits returned are those that the tokens were drawn from, after every processor, in fp32;
         the drafts end before the first slot that no token can be drawn from.
         """
-        lent, markov, state = self.embedding.weight, self.drafter.markov_head, None
-        logits = self.drafter.slot_logits(hidden.to(lent.device, lent.dtype), self.head).to(input_ids.device)
+        markov, state = self.drafter.markov_head, None
+        logits = self.drafter.slot_logits(hidden.to(*self.head_place), self.head).to(input_ids.device)
         if markov is None and not self.do_sample and not self.logits_processor:
             return self.drafter.token_ids(logits.argmax(dim=-1)), None
 
-        ids, drawn_from, can_draw = input_ids, [], []
+        ids, tokens, drawn_from, can_draw = input_ids, [], [], []
         for slot in range(hidden.shape[1]):
             scores = logits[:, slot]  # [1, V]
             if markov is not None:
@@ -163,21 +161,15 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             can_draw.append(scores.amax(dim=-1, keepdim=True).isfinite())
             scores = scores.where(can_draw[-1], 0.0)
             drawn_from.append(scores)
-            token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
-            ids = torch.cat([ids, token], dim=1)
-        drafts = ids[:, input_ids.shape[1] :]
+            choice = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
+            tokens.append(choice)
+            ids = torch.cat([ids, choice], dim=1)
         if not self.do_sample:
-            return drafts, None
+            return torch.cat(tokens, dim=1), None
         num_drawn = int(torch.cat(can_draw, dim=1).long().cumprod(dim=1).sum())
-        return drafts[:, :num_drawn], torch.stack(drawn_from, dim=1)[:, :num_drawn]
-
-    def _hand_over(
-        self, record: Round, input_ids: Tensor, drafts: Tensor, logits: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Text and drafts for the target. Without drafts there are no logits: then it decodes one token alone."""
-        record.drafts = drafts[0]
-        self.num_handed_over = drafts.shape[1]
-        return torch.cat([input_ids, drafts], dim=1), logits if self.num_handed_over else None
+        return torch.cat(tokens, dim=1)[:, :num_drawn], torch.stack(drawn_from, dim=1)[
+            :, :num_drawn
+        ] if num_drawn else None
 
 
 def longest_draft(drafter: CarryoverDrafterModel) -> int:

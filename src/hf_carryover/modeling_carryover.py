@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -21,10 +20,8 @@ from .configuration_carryover import CarryoverDrafterConfig
 # What a drafter folder needs to work without this package, in reading order.
 CORE_FILES = ("configuration_carryover.py", "acceptance.py", "cache_carryover.py", "modeling_carryover.py",
               "drafting.py", "decoding.py")  # fmt: skip
-AUTO_MAP = {
-    "AutoConfig": "configuration_carryover.CarryoverDrafterConfig",
-    "AutoModel": "modeling_carryover.CarryoverDrafterModel",
-}
+AUTO_MAP = {"AutoConfig": "configuration_carryover.CarryoverDrafterConfig",
+            "AutoModel": "modeling_carryover.CarryoverDrafterModel"}  # fmt: skip
 
 
 def block_visibility(num_keys: int, num_slots: int, num_carried: int, window: int | None, causal: bool) -> Tensor:
@@ -98,15 +95,12 @@ class CarryoverAttention(qwen3.Qwen3Attention):
         return mask.expand(-1, -1, num_slots, -1)
 
 
-class CarryoverLayer(GradientCheckpointingLayer):
-    """One drafter layer in Qwen3's order: norm, attention, norm, SwiGLU, each pair around a residual."""
+class CarryoverLayer(qwen3.Qwen3DecoderLayer):
+    """One drafter layer: norm, attention, norm, SwiGLU, each pair inside a residual."""
 
     def __init__(self, config: CarryoverDrafterConfig, layer_idx: int) -> None:
-        super().__init__()
+        super().__init__(config, layer_idx)
         self.self_attn = CarryoverAttention(config, layer_idx)
-        self.mlp = qwen3.Qwen3MLP(config)
-        self.input_layernorm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, block: Tensor, memory: Tensor, **kwargs: Any) -> Tensor:
         """Slots ``[1, B, D]`` in, slots out; ``kwargs`` are those of `CarryoverAttention.forward`."""
@@ -123,11 +117,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def forward(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One step to the right: bias ``[1, V]`` (over the draft vocabulary, where there is one) and the next state.
-
-        It reads the token before the draft, ``[1]``, the draft's slot, ``[1, D]``, and the state, None at the block's
-        start.
-        """
+        """Bias ``[1, V]`` and next state from the token before ``[1]``, slot ``[1, D]`` and state (at first None)."""
         mixed, state = self.mix(self.markov_w1(previous), hidden, state)
         return self.markov_w2(mixed), state
 
@@ -249,7 +239,7 @@ class CarryoverDrafterModel(PreTrainedModel):
         Args:
             noise_embeds: Embeddings of the block's slots, ``[1, B, D]``.
             context_hidden_states: Features of the new memory rows, carried ones last and marked, ``[1, S, F]``.
-            position_ids: Positions of memory rows and slots, ``[1, S + B]``.
+            position_ids: Positions of those rows and the slots, ``[1, S + B]``.
             attention_mask: 0 where a row is padding, ``[1, earlier + S + B]``, or boolean ``[1, 1, B, earlier + S +
             B]``.
             cache: Earlier memory. The new rows *and the block's* are appended; who owns the cache trims it.
@@ -271,7 +261,7 @@ class CarryoverDrafterModel(PreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(block), cache=cache)
 
     def embed_block(self, anchor: Tensor, embedding: nn.Module) -> Tensor:
-        """Embeddings of anchor and mask tokens, ``[1, B, D]``, by the target's embedding, from the anchor ``[1, 1]``."""
+        """The target's embeddings of the anchor ``[1, 1]`` and the mask tokens after it, ``[1, B, D]``."""
         masks = anchor.new_full((1, self.config.block_size - 1), self.config.mask_token_id)
         slots = torch.cat([anchor, masks], dim=1)
         if self.config.input_embedding_scale is None:
@@ -322,10 +312,9 @@ class CarryoverDrafterModel(PreTrainedModel):
                 init.copy_(module.draft_vocab_ids, torch.arange(module.config.draft_vocab_size))
 
     def save_pretrained(self, save_directory: Any, *, with_code: bool = False, **kwargs: Any) -> None:
-        """Write the drafter folder; ``kwargs`` are those of ``PreTrainedModel.save_pretrained``.
+        """Write the folder like ``PreTrainedModel.save_pretrained``; ``with_code`` also copies the core files into it.
 
-        With ``with_code`` the six core files travel along, so that the folder loads with ``trust_remote_code=True``
-        where this package is not installed.
+        Such a folder loads with ``trust_remote_code=True`` where this package is not installed.
         """
         self.config.__dict__.pop("auto_map", None)
         if with_code:

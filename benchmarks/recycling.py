@@ -1,0 +1,102 @@
+"""What does recycling cost a round? Rounds with carry on and off, in turn, at the same scripted accepted counts.
+
+    python benchmarks/recycling.py [--rounds 200]
+
+The drafter of random weights is as large as a trained one; its proposals are overwritten so that both variants accept
+the same drafts. Prints the median of the ratios of paired rounds, with a bootstrap interval. Nothing else may run
+meanwhile.
+"""
+
+import argparse
+import time
+
+import torch
+from exactness import random_drafter
+from transformers import DynamicCache, LogitsProcessorList
+
+from hf_carryover import CarryoverCandidateGenerator, load_target
+from hf_carryover.demo import encode
+
+PROMPT = "Tell me a long story about a lighthouse keeper and a whale."
+
+
+class Variant:
+    """One generation, advanced a round at a time with a given number of accepted drafts."""
+
+    def __init__(self, target, drafter, prompt, truth, *, carry):
+        drafter.carry_enabled = carry
+        config, _ = target._prepare_generation_config(None, do_sample=False, max_length=truth.shape[1])
+        self.generator = CarryoverCandidateGenerator(
+            drafter, target, generation_config=config, logits_processor=LogitsProcessorList()
+        )
+        self.target, self.truth, self.length, self.num_matches = target, truth, prompt.shape[1] + 1, 0
+        self.cache = DynamicCache(config=target.config)
+        self.outputs = self.verify(prompt)
+
+    def verify(self, ids):
+        """The target's pass over ids ``[1, S]``."""
+        return self.target(
+            ids, cache=self.cache, use_cache=True, logits_to_keep=1, **self.generator.model_kwargs_overrides
+        )
+
+    def round(self, num_accepted):
+        """Draft, put the true and then wrong tokens in place, verify; returns seconds."""
+        started = time.perf_counter()
+        text = self.truth[:, : self.length]
+        candidates, _ = self.generator.get_candidates(
+            text,
+            model_kwargs={"position_ids": torch.arange(self.length)[None], "attention_mask": None},
+            model_outputs=self.outputs,
+            is_first_iteration=False,
+            n_last_matches=self.num_matches,
+        )
+        candidates[:, self.length :] = 7
+        candidates[:, self.length : self.length + num_accepted] = self.truth[
+            :, self.length : self.length + num_accepted
+        ]
+        num_drafts = candidates.shape[1] - self.length
+        self.outputs = self.verify(candidates[:, self.length - 1 :])
+        self.cache.crop(num_accepted - num_drafts)
+        self.num_matches = num_accepted
+        self.length += num_accepted + 1
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=240)
+    args = parser.parse_args()
+
+    target, tokenizer = load_target("smollm2", dtype=torch.float32)
+    drafter = random_drafter(target, sample_from_anchor=False)
+    drafter = type(drafter)(drafter.config.__class__(**(drafter.config.to_dict() | sizes()))).eval()
+    prompt = encode(tokenizer, PROMPT, target.device)["input_ids"]
+    counts = [0, 1, 0, 2, 1, 0, 3, 0]
+    ratios = []
+    with torch.no_grad():
+        while len(ratios) < args.rounds:
+            truth = target.generate(prompt, do_sample=False, max_new_tokens=96, eos_token_id=-1, pad_token_id=2)
+            variants = [Variant(target, drafter, prompt, truth, carry=carry) for carry in (False, True)]
+            for step in range(40):
+                order = (0, 1) if step % 2 else (1, 0)
+                seconds = [0.0, 0.0]
+                for which in order:
+                    seconds[which] = variants[which].round(counts[step % len(counts)])
+                if step > 1 and variants[0].length + 10 < truth.shape[1]:
+                    ratios.append(seconds[1] / seconds[0])
+            print(f"{len(ratios)} paired rounds, median ratio {torch.tensor(ratios).median():.4f}", flush=True)
+    values = torch.tensor(ratios, dtype=torch.float64)
+    resampled = values[torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(0))]
+    low, high = resampled.median(dim=1).values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    print(f"A round with carry on takes {values.median():.4f} of one with carry off (95 %: {low:.4f} to {high:.4f}).")
+
+
+def sizes() -> dict:
+    """The starter's sizes: three layers, eight slots, five feature layers."""
+    return {"block_size": 8, "num_hidden_layers": 3, "layer_types": None, "intermediate_size": 1536,
+            "target_layer_ids": [1, 8, 14, 21, 27]}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What can be done from a shell? One thin command for each thing: parse, call, show."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_carryover.modeling_carryover import CarryoverDrafterModel
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Answers go to standard output, everything about them to standard error.
+console, notes = Console(highlight=False, soft_wrap=True), Console(highlight=False, soft_wrap=True, stderr=True)
+
+TargetOption = Annotated[str, typer.Option(help="Embedded target (smollm2), model folder or Hub id.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware multiplies in it), fp32 or bf16.")]
+TokensOption = Annotated[int, typer.Option(min=1, help="Most new tokens of an answer.")]
+
+
+@app.callback()
+def about() -> None:
+    """Carryover Drafting for Hugging Face Transformers: the same text, faster."""
+
+
+@app.command()
+def demo(
+    target: TargetOption = "smollm2",
+    drafter: Annotated[
+        str | None, typer.Option(help="Drafter folder or Hub id; by default one beside the code.")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    max_new_tokens: TokensOption = 64,
+) -> None:
+    """Answer three prompts twice, plain and with a drafter; compare speed and text."""
+    from hf_carryover.demo import default_drafter, run_demo
+
+    model, tokenizer = load_model(target, dtype)
+    assistant = load_assistant(drafter or default_drafter(), model)
+    if not run_demo(model, tokenizer, assistant, max_new_tokens=max_new_tokens, console=console):
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    target: TargetOption,
+    drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub id; without one, plain decoding.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The user's message; without it, standard input is read.")] = None,
+    carry: Annotated[
+        bool | None, typer.Option(help="Carry rejected rows; by default if the drafter learnt to.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    max_new_tokens: TokensOption = 256,
+    seed: Annotated[int | None, typer.Option(help="For sampling: the same seed gives the same text.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")
+    ] = False,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Answer one prompt, streaming."""
+    from transformers import set_seed
+
+    from hf_carryover.demo import answer, encode
+
+    message = sys.stdin.read().rstrip("\n") if prompt is None else prompt
+    if not message.strip():
+        raise ValueError("Expected a prompt, got an empty one; pass `--prompt` or text on standard input.")
+    model, tokenizer = load_model(target, dtype)
+    assistant = load_assistant(drafter, model)
+    if assistant is not None and carry is not None:
+        assistant.carry_enabled = carry
+    if seed is not None:
+        set_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    inputs = encode(tokenizer, message, model.device, raw=raw)
+    given = answer(
+        model, tokenizer, inputs, drafter=assistant, console=console, max_new_tokens=max_new_tokens, **sampling
+    )
+    length = f", accepted length {given.stats.accepted_length:.2f}" if given.stats else ""
+    notes.print(f"[dim]{given.num_tokens} tokens, {given.num_tokens / given.seconds:.1f} tokens/s{length}[/dim]")
+
+
+def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """Load a target, with a word about it."""
+    import torch
+
+    from hf_carryover.targets import load_target
+
+    dtypes: dict[str, torch.dtype | str] = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ValueError(f"Expected `--dtype` auto, fp32 or bf16, got {dtype!r}; choose one of them.")
+    started = time.perf_counter()
+    with notes.status(f"Loading {name} (it is unpacked or downloaded the first time) ..."):
+        model, tokenizer = load_target(name, dtype=dtypes[dtype])
+    kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    notes.print(f"[dim]{name}: {kind}, loaded in {time.perf_counter() - started:.1f} s[/dim]")
+    return model, tokenizer
+
+
+def load_assistant(source: str | Path | None, model: "PreTrainedModel") -> "CarryoverDrafterModel | None":
+    """Load a drafter in the target's dtype, or say that there is none."""
+    from hf_carryover.conversion import load_drafter
+
+    if source is None:
+        notes.print("[yellow]No drafter: plain decoding only. Name one with --drafter.[/yellow]")
+        return None
+    drafter = load_drafter(source, target=model, dtype=model.dtype)
+    carries = "carries rejected rows" if drafter.carry_enabled else "carries nothing (it was not trained to)"
+    notes.print(f"[dim]{source}: {drafter.config.num_drafts} drafts a round, {carries}[/dim]")
+    return drafter
+
+
+def main() -> None:
+    """The command `hf-carryover`; a user's error is one plain sentence and exit code 1."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError, StrictDataclassError) as error:
+        notes.print(" ".join(str(error).split()), style="red", markup=False)
+        sys.exit(1)

@@ -1,0 +1,195 @@
+"""What does a user see first? Three answers, plain and with a drafter, coloured by who wrote each token."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from hf_carryover.acceptance import DraftStats
+from hf_carryover.modeling_carryover import CarryoverDrafterModel
+
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Explain in three sentences why the sky is blue.",
+    "List the days of the week, each with a short sentence about it.",
+)
+DRAFT_STYLE, OWN_STYLE = "green", "bold cyan"
+
+
+class OriginStreamer(BaseStreamer):
+    """Prints text as it comes: accepted drafts in one style, the target's own tokens in another."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, drafter: CarryoverDrafterModel | None, console: Console
+    ) -> None:
+        self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
+        self.ids: list[int] | None = None
+        self.printed, self.num_rounds, self.place = "", 0, 0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt first, which is not shown, then one token at a time."""
+        if self.ids is None:
+            self.ids = []
+            return
+        self.ids += value.flatten().tolist()
+        style = DRAFT_STYLE if self._is_draft() else OWN_STYLE
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # a character may span several tokens
+            self.console.print(text[len(self.printed) :], style=style, end="", markup=False)
+            self.printed = text
+
+    def _is_draft(self) -> bool:
+        """Whether the newest token was drafted: of a round's tokens, the accepted drafts come first."""
+        rounds = self.drafter.last_stats.rounds if self.drafter is not None else []
+        if len(rounds) != self.num_rounds:
+            self.num_rounds, self.place = len(rounds), 0
+        self.place += 1
+        return bool(rounds) and self.place <= rounds[-1].num_accepted
+
+    def end(self) -> None:
+        """Finish the line."""
+        self.console.print()
+
+
+@dataclass
+class Answer:
+    """Ids with their prompt ``[1, T]``, number of new tokens, seconds, and the record of drafting."""
+
+    ids: Tensor
+    num_tokens: int
+    seconds: float
+    stats: DraftStats | None
+
+
+def encode(tokenizer: Any, prompt: str, device: torch.device, *, raw: bool = False) -> dict[str, Tensor]:
+    """The prompt's ids and mask, ``[1, T]`` each, under the chat template if there is one and ``raw`` is not set."""
+    if raw or tokenizer.chat_template is None:
+        return dict(tokenizer(prompt, return_tensors="pt").to(device))
+    chat = [{"role": "user", "content": prompt}]
+    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return dict(encoded.to(device))
+
+
+def answer(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: dict[str, Tensor],
+    *,
+    drafter: CarryoverDrafterModel | None,
+    console: Console,
+    **options: Any,
+) -> Answer:
+    """Stream one answer to the console; ``options`` are those of ``generate``."""
+    streamer = OriginStreamer(tokenizer, drafter, console)
+    started = time.perf_counter()
+    ids = target.generate(**inputs, assistant_model=drafter, streamer=streamer, **options)
+    seconds = time.perf_counter() - started
+    return Answer(ids, ids.shape[1] - inputs["input_ids"].shape[1], seconds, drafter.last_stats if drafter else None)
+
+
+def run_demo(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: CarryoverDrafterModel | None,
+    *,
+    max_new_tokens: int,
+    console: Console,
+) -> bool:
+    """Answer the prompts with every system in turn, then compare; returns whether the texts were as they must be."""
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    systems = (None,) if drafter is None else (None, drafter)
+    answers: list[list[Answer]] = []
+    all_right = True
+    for number, prompt in enumerate(PROMPTS):
+        console.rule(f"[bold]{prompt}")
+        inputs = encode(tokenizer, prompt, target.device)
+        answers.append([])
+        for system in systems:
+            if number == 0:  # the first call of each system pays for what is built once
+                target.generate(**inputs, assistant_model=system, do_sample=False, max_new_tokens=4)
+            legend = f"with the drafter: [{DRAFT_STYLE}]accepted drafts[/], [{OWN_STYLE}]the target's own tokens[/]"
+            console.print("[dim]plain[/dim]" if system is None else legend)
+            answers[-1].append(answer(target, tokenizer, inputs, drafter=system, console=console, **options))
+        if drafter is not None:
+            is_right, verdict = compare_texts(target, answers[-1][0].ids, answers[-1][1].ids)
+            all_right &= is_right
+            console.print(f"[dim]{verdict}[/dim]")
+    console.print(speed_table(answers))
+    if drafter is not None:
+        console.print(what_limits(target, drafter, answers))
+    return all_right
+
+
+def compare_texts(target: PreTrainedModel, plain: Tensor, drafted: Tensor) -> tuple[bool, str]:
+    """Whether two greedy texts ``[1, T]`` are as they must be, and a sentence about it.
+
+    In fp32 they must be identical. In bf16 a block and single tokens round differently, so texts may part where the
+    target's two best logits are at most 4 bf16 steps apart.
+    """
+    if torch.equal(plain, drafted):
+        return True, "Identical token ids."
+    length = min(plain.shape[1], drafted.shape[1])
+    first = int((plain[0, :length] != drafted[0, :length]).int().argmax())
+    with torch.no_grad():
+        best, second = target(plain[:, :first]).logits[0, -1].float().topk(2).values.tolist()
+    place = f"token {first} of the text: the target's two best logits there are {best:.4f} and {second:.4f}"
+    if target.dtype == torch.bfloat16 and best - second <= 4 * 2**-8 * abs(best):
+        return True, f"The texts part at a near-tie of bf16, {place}."
+    return False, f"THE TEXTS DIFFER at {place}. Please report this."
+
+
+def speed_table(answers: list[list[Answer]]) -> Table:
+    """Tokens a second of both systems, their ratio, and accepted length, for each prompt and pooled."""
+    table = Table("prompt", "plain, tokens/s", "drafter, tokens/s", "ratio", "accepted length", "rounds")
+    for name, group in [*((str(i + 1), [row]) for i, row in enumerate(answers)), ("all", answers)]:
+        systems = list(zip(*group, strict=True))
+        rates = [sum(a.num_tokens for a in system) / sum(a.seconds for a in system) for system in systems]
+        cells = [f"{rates[0]:.1f}", *["-"] * 4]
+        if len(rates) == 2:
+            stats = DraftStats([r for a in systems[1] if a.stats for r in a.stats.rounds])
+            cells[1:] = [f"{rates[1]:.1f}", f"{rates[1] / rates[0]:.2f}", f"{stats.accepted_length:.2f}"]
+            cells.append(str(len(stats.rounds)))
+        table.add_row(name, *cells)
+    return table
+
+
+def what_limits(target: PreTrainedModel, drafter: CarryoverDrafterModel, answers: list[list[Answer]]) -> str:
+    """One measured sentence: what a round costs in single tokens, and so which accepted length breaks even."""
+    ids, num_rows = answers[0][0].ids, drafter.config.num_drafts + 1
+    one, block = pass_seconds(target, ids, 1), pass_seconds(target, ids, num_rows)
+    stats = DraftStats([r for row in answers if row[1].stats for r in row[1].stats.rounds])
+    draft = sum(stats.seconds.values()) / max(len(stats.rounds), 1)
+    cost = (block + draft) / one
+    return (
+        f"A round costs {cost:.1f} single tokens here ({block / one:.1f} to verify {num_rows} rows, {draft / one:.1f} "
+        f"to draft), so an accepted length of {cost:.1f} breaks even; it was {stats.accepted_length:.2f}."
+    )
+
+
+def pass_seconds(target: PreTrainedModel, ids: Tensor, num_rows: int, *, repeats: int = 5) -> float:
+    """Median seconds of a target pass over the last ``num_rows`` of ids ``[1, T]`` on a cache of those before."""
+    times = []
+    with torch.no_grad():
+        cache = target(ids[:, :-num_rows], use_cache=True).cache
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            target(ids[:, -num_rows:], cache=cache, use_cache=True)
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+            cache.crop(-num_rows)
+    return sorted(times[1:])[repeats // 2]
+
+
+def default_drafter() -> Path | None:
+    """A drafter beside the code: in ``model_cards/``, else ``../shared/starter``."""
+    root = Path(__file__).parents[2]
+    folders = [*sorted((root / "model_cards").glob("*")), root.parent / "shared" / "starter"]
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)

@@ -1,0 +1,123 @@
+"""The house rules that a machine can check: who imports whom, how long a module may be, what is public."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_carryover
+
+SOURCE = Path(hf_carryover.__file__).parent
+CORE = ("configuration_carryover", "acceptance", "cache_carryover", "modeling_carryover", "drafting", "decoding")
+# A module imports only from rows above its own.
+ROWS = [
+    {"configuration_carryover", "acceptance"},
+    {"cache_carryover"},
+    {"modeling_carryover"},
+    {"drafting"},
+    {"decoding"},
+    {"targets", "conversion"},
+    {"demo"},
+    {"cli"},
+]
+MOST_LINES = {
+    "__init__": 40,
+    "configuration_carryover": 155,
+    "acceptance": 80,
+    "cache_carryover": 150,
+    "modeling_carryover": 350,
+    "drafting": 200,
+    "decoding": 220,
+    "targets": 150,
+    "conversion": 250,
+    "demo": 220,
+    "cli": 250,
+}
+
+
+def imports(name):
+    """Names of our modules that a module imports, late imports included."""
+    tree, found = ast.parse((SOURCE / f"{name}.py").read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                found.add(module)
+            elif module.startswith("hf_carryover."):
+                found.add(module.removeprefix("hf_carryover."))
+    return found
+
+
+def test_every_module_has_its_row_and_its_limit():
+    names = {path.stem for path in SOURCE.glob("*.py")}
+
+    assert names == set(MOST_LINES)
+    assert names - {"__init__"} == set().union(*ROWS)
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_imports_point_one_way(row):
+    above = set().union(*ROWS[:row])
+    for name in ROWS[row]:
+        # The one late import: the drafter's constructor installs the seam.
+        allowed = above | ({"decoding"} if name == "modeling_carryover" else set())
+        assert imports(name) <= allowed, name
+
+
+def test_modules_are_short_and_the_core_is_at_most_a_thousand_lines():
+    lengths = {name: len((SOURCE / f"{name}.py").read_text().splitlines()) for name in MOST_LINES}
+
+    assert {name: count for name, count in lengths.items() if count > MOST_LINES[name]} == {}
+    assert sum(lengths[name] for name in CORE) <= 1000
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_files_need_only_torch_transformers_and_huggingface_hub(name):
+    tree = ast.parse((SOURCE / f"{name}.py").read_text())
+    roots = {
+        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    } | {
+        (node.module or "").split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and not node.level
+    }
+
+    assert roots - set(sys.stdlib_module_names) <= {"torch", "transformers", "huggingface_hub"}
+
+
+def test_private_transformers_names_stand_in_decoding_only():
+    private = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator", "_is_stateful")
+    users = {path.stem for path in SOURCE.glob("*.py") for name in private if name in path.read_text()}
+
+    assert users <= {"decoding", "drafting"}
+    assert "original" not in (SOURCE / "drafting.py").read_text()
+
+
+def test_all_is_the_public_surface():
+    for name in hf_carryover.__all__:
+        assert getattr(hf_carryover, name).__doc__, name
+    assert hf_carryover.__all__ == sorted(hf_carryover.__all__)
+
+
+def test_every_public_name_has_a_docstring_and_every_module_answers_a_question():
+    for name in set(MOST_LINES) - {"__init__"}:
+        assert "?" in importlib.import_module(f"hf_carryover.{name}").__doc__.splitlines()[0], name
+
+
+@pytest.mark.slow
+def test_importing_changes_nothing_but_the_auto_classes():
+    script = """
+from transformers import GenerationMixin
+before = dict(vars(GenerationMixin))
+import hf_carryover
+assert dict(vars(GenerationMixin)) == before
+from transformers import CONFIG_MAPPING
+assert CONFIG_MAPPING["carryover_drafter"] is hf_carryover.CarryoverDrafterConfig
+import sys
+heavy = {"peft", "gguf", "matplotlib", "gradio", "datasets"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

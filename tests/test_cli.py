@@ -1,0 +1,130 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_carryover import cli, conversion, targets
+from tests.fakes import make_drafter, make_target
+from tests.test_demo import Letters
+
+RUN = CliRunner()
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """A tiny target in place of the real one, and the folder of a drafter for it."""
+    monkeypatch.setattr(targets, "load_target", lambda name, dtype: (make_target(), Letters()))
+    make_drafter().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"]], ids=lambda c: c[0] if c else "no-command")
+def test_help_works(command):
+    result = RUN.invoke(cli.app, [*command, "--help"])
+
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_demo_runs_with_a_drafter(tiny):
+    result = RUN.invoke(cli.app, ["demo", "--drafter", tiny, "--max-new-tokens", "8"])
+
+    assert result.exit_code == 0, result.output
+    assert "4 drafts a round, carries rejected rows" in result.output
+    assert result.output.count("Identical token ids.") == 3
+
+
+def test_demo_without_a_drafter_says_so(tiny, monkeypatch):
+    monkeypatch.setattr("hf_carryover.demo.default_drafter", lambda: None)
+
+    result = RUN.invoke(cli.app, ["demo", "--max-new-tokens", "8"])
+
+    assert result.exit_code == 0
+    assert "No drafter: plain decoding only" in result.output
+
+
+def test_demo_fails_when_the_texts_differ(tiny, monkeypatch):
+    monkeypatch.setattr("hf_carryover.demo.compare_texts", lambda *_: (False, "THE TEXTS DIFFER"))
+
+    assert RUN.invoke(cli.app, ["demo", "--drafter", tiny, "--max-new-tokens", "8"]).exit_code == 1
+
+
+def test_generate_reads_the_prompt_from_an_option_or_from_standard_input(tiny):
+    by_option = RUN.invoke(cli.app, ["generate", "--target", "x", "--drafter", tiny, "--prompt", "hello"])
+    by_input = RUN.invoke(cli.app, ["generate", "--target", "x", "--drafter", tiny], input="hello\n")
+    plain = RUN.invoke(cli.app, ["generate", "--target", "x", "--prompt", "hello"])
+
+    assert by_option.exit_code == by_input.exit_code == plain.exit_code == 0
+    assert by_option.stdout == by_input.stdout == plain.stdout
+    assert len(plain.stdout.strip()) > 200
+    assert "accepted length" in by_option.stderr
+
+
+def test_generate_switches_carry_off(tiny, monkeypatch):
+    loaded, load_drafter = [], conversion.load_drafter
+    monkeypatch.setattr(conversion, "load_drafter", lambda *a, **k: loaded.append(load_drafter(*a, **k)) or loaded[-1])
+    for option in ([], ["--no-carry"], ["--carry"]):
+        RUN.invoke(
+            cli.app,
+            ["generate", "--target", "x", "--drafter", tiny, "--prompt", "hello", "--max-new-tokens", "9", *option],
+        )
+
+    assert [drafter.carry_enabled for drafter in loaded] == [True, False, True]
+    assert [drafter.last_stats.carried_rows > 0 for drafter in loaded] == [True, False, True]
+
+
+def test_generate_samples_repeatably(tiny):
+    def run(seed):
+        options = ["--temperature", "2", "--seed", seed, "--max-new-tokens", "30"]
+        return RUN.invoke(cli.app, ["generate", "--target", "x", "--drafter", tiny, "--prompt", "hi", *options]).stdout
+
+    assert run("1") == run("1") != run("2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", " "], "Expected a prompt, got an empty one; pass `--prompt` or text on standard input."),
+        (
+            ["--prompt", "x", "--dtype", "int4"],
+            "Expected `--dtype` auto, fp32 or bf16, got 'int4'; choose one of them.",
+        ),
+        (["--prompt", "x", "--drafter", "{tmp}"], "Expected a drafter's config.json at {tmp}/config.json, found none"),
+    ],
+    ids=["an-empty-prompt", "an-unknown-dtype", "a-folder-that-is-no-drafter"],
+)
+def test_a_users_error_is_one_plain_sentence(arguments, message, tiny, tmp_path_factory, monkeypatch, capsys):
+    empty = str(tmp_path_factory.mktemp("empty"))
+    arguments = [argument.replace("{tmp}", empty) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["hf-carryover", "generate", "--target", "x", *arguments])
+
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+
+    error = capsys.readouterr().err
+    assert exit_info.value.code == 1
+    assert message.replace("{tmp}", empty) in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_the_installed_command_starts():
+    found = subprocess.run(
+        [sys.executable, "-c", "from hf_carryover.cli import main; main()"], capture_output=True, text=True
+    )
+
+    assert "demo" in found.stdout
+    assert torch.__version__
+
+
+@pytest.mark.slow
+def test_the_demo_runs_on_the_embedded_target(smollm2, monkeypatch):
+    monkeypatch.setattr(targets, "load_target", lambda name, dtype: smollm2)
+    monkeypatch.setattr("hf_carryover.demo.default_drafter", lambda: None)
+
+    result = RUN.invoke(cli.app, ["demo", "--max-new-tokens", "6"])
+
+    assert result.exit_code == 0, result.output
+    assert "tokens/s" in result.output

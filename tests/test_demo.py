@@ -1,0 +1,154 @@
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_carryover import demo
+from hf_carryover.demo import OriginStreamer, compare_texts, encode, pass_seconds, run_demo
+from tests.fakes import ScriptedDrafter, make_drafter, make_target, plain, prompt
+
+
+class Letters:
+    """A tokenizer of one letter a token; two tokens of 50 make one umlaut, as bytes do."""
+
+    chat_template = None
+
+    def decode(self, ids, skip_special_tokens=True):
+        text, pending = "", False
+        for token in ids:
+            if token == 50:
+                text, pending = (text[:-1] + "ü", False) if pending else (text + "\ufffd", True)
+            else:
+                text, pending = text + chr(ord("a") + token % 26), False
+        return text
+
+    def __call__(self, text, return_tensors):
+        ids = torch.tensor([[1 + ord(c) % 50 for c in text[:9]]])
+        return Encoding(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+class Encoding(dict):
+    def to(self, device):
+        return self
+
+
+def recorded_console():
+    return Console(file=io.StringIO(), record=True, width=200, force_terminal=True, highlight=False, soft_wrap=True)
+
+
+def test_accepted_drafts_and_own_tokens_are_coloured_by_their_origin():
+    target, ids, console = make_target(), prompt(), recorded_console()
+    truth = plain(target, input_ids=ids, max_new_tokens=12)
+    drafter = make_drafter(cls=ScriptedDrafter)
+    drafter.follow(truth, [2, 0, 4])
+    styles = []
+
+    class Noting(OriginStreamer):
+        def _is_draft(self):
+            styles.append(super()._is_draft())
+            return styles[-1]
+
+    streamer = Noting(Letters(), drafter, console)
+    target.generate(ids, do_sample=False, max_new_tokens=12, assistant_model=drafter, streamer=streamer)
+
+    # The prompt's pass gives one own token; then 2 drafts + own, 0 + own, 4 + own, 1 + own.
+    assert styles == [False, True, True, False, False, True, True, True, True, False, True, False]
+    assert console.export_text().strip() == Letters().decode(truth[0, ids.shape[1] :].tolist())
+
+
+def test_a_character_of_several_tokens_is_printed_whole():
+    console = recorded_console()
+    streamer = OriginStreamer(Letters(), None, console)
+
+    for token in ([9, 9], [0], [50], [50], [1]):
+        streamer.put(torch.tensor(token))
+    streamer.end()
+
+    assert console.export_text() == "aüb\n"
+
+
+def test_the_demo_compares_both_systems_and_says_what_limits_the_speed():
+    target, console = make_target(), recorded_console()
+
+    is_right = run_demo(target, Letters(), make_drafter(), max_new_tokens=10, console=console)
+
+    text = console.export_text()
+    assert is_right
+    assert text.count("Identical token ids.") == 3
+    assert "A round costs" in text
+    assert "breaks even; it was 1." in text
+    assert text.count("│") > 20
+
+
+def test_the_demo_without_a_drafter_is_plain():
+    console = recorded_console()
+
+    assert run_demo(make_target(), Letters(), None, max_new_tokens=10, console=console)
+
+    assert "drafter" not in console.export_text().replace("drafter, tokens/s", "")
+
+
+def test_a_wrong_text_is_called_wrong_in_fp32_and_a_near_tie_in_bf16():
+    target, ids = make_target(), prompt()
+    text = plain(target, input_ids=ids)
+    top = target(text[:, :12]).logits[0, -1].topk(2).indices
+    other = text.clone()
+    other[0, 12] = top[1]
+
+    assert compare_texts(target, text, text) == (True, "Identical token ids.")
+    is_right, sentence = compare_texts(target, text, other)
+    assert not is_right
+    assert "THE TEXTS DIFFER at token 12 of the text: the target's two best logits there are" in sentence
+
+
+@pytest.mark.parametrize(("gap", "is_right"), [(0.0, True), (1.0, False)], ids=["a-near-tie", "no-tie"])
+def test_bf16_texts_may_part_only_at_a_near_tie(gap, is_right, monkeypatch):
+    target = make_target().to(torch.bfloat16)
+    text = plain(target, input_ids=prompt())
+    other = text.clone()
+    other[0, 12] += 1
+    logits = torch.zeros(1, 12, 61)
+    logits[..., 0], logits[..., 1] = 8.0, 8.0 - gap
+    monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: type("Out", (), {"logits": logits}))
+
+    found, sentence = compare_texts(target, text, other)
+
+    assert found == is_right
+    assert ("near-tie" in sentence) == is_right
+
+
+def test_pass_seconds_leaves_the_model_as_it_was_and_takes_time():
+    target, ids = make_target(), prompt(20)
+    before = target(ids).logits
+
+    assert pass_seconds(target, ids, 1) > 0
+    assert pass_seconds(target, ids, 8) > 0
+    assert torch.equal(target(ids).logits, before)
+
+
+def test_a_prompt_is_put_under_the_chat_template_unless_raw():
+    class Chatty(Letters):
+        chat_template = "x"
+
+        def apply_chat_template(self, chat, **kwargs):
+            assert chat == [{"role": "user", "content": "hi"}]
+            return Encoding(input_ids=torch.tensor([[1, 2, 3]]))
+
+    assert encode(Chatty(), "hi", torch.device("cpu"))["input_ids"].tolist() == [[1, 2, 3]]
+    assert encode(Chatty(), "hi", torch.device("cpu"), raw=True)["input_ids"].shape == (1, 2)
+
+
+def test_the_default_drafter_is_the_first_folder_beside_the_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "checkout" / "src" / "hf_carryover" / "demo.py"))
+    assert demo.default_drafter() is None
+
+    starter = tmp_path / "shared" / "starter"
+    starter.mkdir(parents=True)
+    (starter / "config.json").touch()
+    assert demo.default_drafter() == starter
+
+    card = tmp_path / "checkout" / "model_cards" / "a-drafter"
+    card.mkdir(parents=True)
+    (card / "config.json").touch()
+    assert demo.default_drafter() == card
