@@ -22,7 +22,7 @@ def random_drafter(target: PreTrainedModel, **overrides) -> CarryoverDrafterMode
     """A small drafter of random weights for a target, with a carry embedding that is not zero."""
     theirs = target.config
     config = CarryoverDrafterConfig(
-        block_size=4,
+        block_size=3,
         mask_token_id=16,
         target_layer_ids=[1, theirs.num_hidden_layers // 2, theirs.num_hidden_layers - 3],
         vocab_size=theirs.vocab_size,
