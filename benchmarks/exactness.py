@@ -8,6 +8,7 @@ stopped.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -68,31 +69,31 @@ def main() -> None:
         drafters["given"] = load_drafter(args.drafter, target=target, dtype=torch.float32)
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     seen = {(row["set"], row["prompt"]) for row in done}
-    for path in args.prompts:
-        prompts = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()]
-        for index in range(0, len(prompts), len(prompts) // args.per_set)[: args.per_set]:
-            if (path.stem, index) in seen:
-                continue
-            inputs = encode(tokenizer, prompts[index], target.device)
-            options = {"do_sample": False, "max_new_tokens": args.new_tokens}
-            plain = target.generate(**inputs, **options)
-            row = {"set": path.stem, "prompt": index, "differences": [], "near_ties": [], "accepted_length": {}}
-            for name, drafter in drafters.items():
-                for carry in (False, True):
-                    drafter.carry_enabled = carry
-                    text = target.generate(**inputs, **options, assistant_model=drafter)
-                    system = f"{name}, carry {'on' if carry else 'off'}"
-                    row["accepted_length"][system] = round(drafter.last_stats.accepted_length, 3)
-                    if not torch.equal(text, plain):
-                        length = min(text.shape[1], plain.shape[1])
-                        first = int((text[0, :length] != plain[0, :length]).int().argmax())
-                        row["near_ties" if is_near_tie(target, plain, first) else "differences"].append(
-                            [system, first]
-                        )
-            done.append(row)
-            with args.out.open("a") as out:
-                out.write(json.dumps(row) + "\n")
-            print(path.stem, index, row["differences"] or "equal", row["accepted_length"], flush=True)
+    sets = {
+        path.stem: [json.loads(line)["turns"][0] for line in path.read_text().splitlines()] for path in args.prompts
+    }
+    for place, (name, prompts) in itertools.product(range(args.per_set), sets.items()):
+        index = place * (len(prompts) // args.per_set)
+        if (name, index) in seen:
+            continue
+        inputs = encode(tokenizer, prompts[index], target.device)
+        options = {"do_sample": False, "max_new_tokens": args.new_tokens}
+        plain = target.generate(**inputs, **options)
+        row = {"set": name, "prompt": index, "differences": [], "near_ties": [], "accepted_length": {}}
+        for kind, drafter in drafters.items():
+            for carry in (False, True):
+                drafter.carry_enabled = carry
+                text = target.generate(**inputs, **options, assistant_model=drafter)
+                system = f"{kind}, carry {'on' if carry else 'off'}"
+                row["accepted_length"][system] = round(drafter.last_stats.accepted_length, 3)
+                if not torch.equal(text, plain):
+                    length = min(text.shape[1], plain.shape[1])
+                    first = int((text[0, :length] != plain[0, :length]).int().argmax())
+                    row["near_ties" if is_near_tie(target, plain, first) else "differences"].append([system, first])
+        done.append(row)
+        with args.out.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(name, index, row["differences"] or "equal", row["accepted_length"], flush=True)
     wrong = sum(len(row["differences"]) for row in done)
     ties = sum(len(row["near_ties"]) for row in done)
     print(f"{len(done)} prompts x {2 * len(drafters)} systems: {wrong} differences, {ties} near-ties.")

@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    DynamicCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
@@ -272,6 +273,25 @@ def test_a_custom_criterion_is_asked_what_plain_generation_asks_and_stops_inside
     assert out.cache.get_seq_length() == expected.cache.get_seq_length()
     assert torch.cat([put.flatten() for put in streamer.puts]).tolist() == out.sequences[0].tolist()
     assert drafter.last_stats.num_tokens == out.sequences.shape[1] - ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("offset", range(1, 12))
+def test_bare_ids_end_at_the_stop_inside_a_block_and_the_users_cache_fits_them(offset):
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    stop = StopAfter(int(truth[0, ids.shape[1] + offset]))
+    cache = DynamicCache(config=target.config)
+
+    text = plain(
+        target,
+        input_ids=ids,
+        cache=cache,
+        assistant_model=scripted("dflash", truth, [9]),
+        stopping_criteria=StoppingCriteriaList([stop]),
+    )
+
+    assert torch.equal(text, plain(target, input_ids=ids, stopping_criteria=StoppingCriteriaList([stop])))
+    assert cache.get_seq_length() == text.shape[1] - 1
 
 
 def test_the_streamer_gets_the_prompt_then_one_token_at_a_time_then_one_end():
