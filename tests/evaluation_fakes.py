@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ def script(
     counts: Callable[[Tensor, bool], list[int]],
 ) -> None:
     """Before each call of `generate`, hand the drafter the true text and the counts for this prompt and carry."""
-    generate, truths = target.generate, {}
+    generate, twin, truths = target.generate, deepcopy(target), {}  # passes of the twin are nobody's rounds
 
     def scripted(**kwargs: Any) -> Any:
         ids = kwargs["input_ids"]
         key = tuple(ids[0].tolist())
         if key not in truths:
-            truths[key] = generate(input_ids=ids, do_sample=False, max_new_tokens=64)
+            truths[key] = twin.generate(input_ids=ids, do_sample=False, max_new_tokens=64)
         if kwargs.get("assistant_model") is drafter:
             drafter.follow(truths[key], counts(ids, drafter.carry_enabled))
         return generate(**kwargs)

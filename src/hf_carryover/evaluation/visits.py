@@ -91,7 +91,7 @@ class VisitLog:
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         for line in lines:
             row = json.loads(line)
-            self.visits[row.pop("key")] = _visit_from(row)
+            self.visits[row["key"]] = _visit_from(row["visit"])
 
     def __contains__(self, step: Step) -> bool:
         return self._key(step) in self.visits
@@ -103,7 +103,7 @@ class VisitLog:
         key = self._key(step)
         self.visits[key] = visit
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key} | asdict(visit)) + "\n")
+            file.write(json.dumps({"key": key, "visit": asdict(visit)}) + "\n")
 
     def _key(self, step: Step) -> str:
         settings = [self.identity, step._asdict() | {"prompt": step.prompt.tolist()}]
