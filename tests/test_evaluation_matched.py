@@ -64,6 +64,28 @@ def test_attention_mass_of_uniform_attention_is_the_share_of_carried_rows(two_fa
     assert two_faced[1].attention == pytest.approx(expected)
 
 
+def test_attention_mass_is_read_where_the_carried_rows_lie(monkeypatch):
+    # The key at place i gets a share in proportion to i, so that no other four keys have the same mass.
+    drafter = make_drafter(cls=TwoFacedDrafter)
+    drafter.truth = plain(make_target(), input_ids=prompt())[0].tolist()
+    for layer in drafter.layers:
+        attend = layer.self_attn.forward
+
+        def uneven(block, memory, attend=attend, **kwargs):
+            output, _ = attend(block, memory, **kwargs)
+            shares = torch.arange(1.0, 1 + kwargs["cache"].get_seq_length())
+            return output, (shares / shares.sum()).expand(1, 4, block.shape[1], -1)
+
+        monkeypatch.setattr(layer.self_attn, "forward", uneven)
+
+    _, matched = run_matched(drafter, make_target(), prompt(), seed=0, **decoding_options(0.0, 6))
+
+    committed, carried, block = 8, 4, 5
+    keys = committed + carried + block
+    expected = sum(range(committed + 1, committed + carried + 1)) / sum(range(1, keys + 1))
+    assert matched.attention[0] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_measuring_does_not_change_what_is_measured(kind):
     target, drafter = make_target(), make_drafter(kind)
