@@ -2,6 +2,7 @@ import json
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
 from hf_carryover.evaluation import EvaluationArguments, evaluate, plots, problems, protocol
@@ -151,6 +152,16 @@ def test_a_prompt_that_is_too_long_is_left_out_with_a_note(tmp_path, models):
     ]
     assert [row["number"] for row in summary["prompts"]] == [0, 1]
     assert summary["failed_sets"] == {}
+
+
+def test_a_drafter_that_was_not_trained_to_carry_has_a_note(tmp_path, models, three_prompts):
+    torch.nn.init.zeros_(models[2].carry_embedding)
+
+    summary = measure(models, [three_prompts], tmp_path)
+
+    assert summary["notes"] == [
+        "The carry embedding is zero: the drafter was not trained to read the rows that carry-on shows it."
+    ]
 
 
 def test_no_set_at_all_is_an_error_that_says_why(tmp_path, models):

@@ -70,6 +70,10 @@ def evaluate(
     steps, failed, notes = plan(prompts, target, tokenizer, arguments)
     if not steps:
         raise ValueError(f"Expected at least one set that can be measured, found none. {' '.join(failed.values())}")
+    if not drafter.carry_embedding.any():
+        notes.append(
+            "The carry embedding is zero: the drafter was not trained to read the rows that carry-on shows it."
+        )
     facts = describe_machine(target) | {"models": {name: describe_model(model) for name, model in models.items()}}
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
