@@ -14,7 +14,7 @@ def new_ids(target, system=PLAIN):
 
 
 def difference(target, ids, system=None):
-    system = system or systems_for(make_drafter(), None)[-1]
+    system = system or systems_for(make_target(), make_drafter(), None)[-1]
     return find_difference(system, target, prompt(), plain_ids=new_ids(target), ids=ids, **DECODING)
 
 
@@ -52,7 +52,7 @@ def test_in_fp32_a_difference_that_float64_repeats_is_a_failure():
 
 def test_the_librarys_generator_can_be_checked_in_float64_too():
     target = make_target()
-    library = next(s for s in systems_for(make_drafter(), None) if s.name == "library-dflash")
+    library = next(s for s in systems_for(make_target(), make_drafter(), None) if s.name == "library-dflash")
 
     assert difference(target, [0, *new_ids(target)[1:]], library).explained
 

@@ -89,7 +89,7 @@ def test_attention_mass_is_read_where_the_carried_rows_lie(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_measuring_does_not_change_what_is_measured(kind):
     target, drafter = make_target(), make_drafter(kind)
-    system = next(s for s in systems_for(drafter, None) if s.name == "carry-on")
+    system = next(s for s in systems_for(target, drafter, None) if s.name == "carry-on")
     decoding = decoding_options(0.0, 20)
 
     bare = run(system, target, prompt(), seed=0, **decoding)

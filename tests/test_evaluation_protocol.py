@@ -68,6 +68,16 @@ def test_the_same_call_goes_on_where_it_was_interrupted(tmp_path, models, three_
     assert not (tmp_path / "partial.jsonl").exists()
 
 
+def test_what_is_measured_waits_for_a_set_that_has_failed(tmp_path, models, three_prompts, visited):
+    later = tmp_path / "later.jsonl"
+    measure(models, [three_prompts, later], tmp_path)
+    visited.numbers.clear()
+
+    summary = measure(models, [three_prompts, write_prompts(later, ["1 2 3"])], tmp_path)
+
+    assert (visited.numbers, summary["failed_sets"]) == ([0], {})
+
+
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path, models, three_prompts, visited):
     interrupt(visited, models, [three_prompts], tmp_path)
     partial = tmp_path / "partial.jsonl"
@@ -211,6 +221,7 @@ def test_report_says_what_a_number_is_worth_nothing_without(tmp_path, models, th
     for name in ("command", "date", "commit", "device", "threads", "dtype", "attention", "platform", "arguments"):
         assert name in found
     assert found["versions"].keys() == {"python", "hf-carryover", "torch", "transformers"}
+    assert found["prompts"][0]["runs"]["carry-on"][0]["new_tokens"] == 4
     assert found["models"].keys() == {"target", "drafter"}
     assert found["exactness"] == {"texts": 8, "differences": [], "passed": True}
 

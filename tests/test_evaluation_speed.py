@@ -23,7 +23,7 @@ def timed(seconds, *, tokens=(2, 2), prompt_seconds=0.0, verify=0.1, draft=0.0, 
 
 
 def test_order_rotates_so_that_each_system_runs_in_every_place_once(monkeypatch):
-    systems, places = systems_for(make_drafter(), None), Counter()
+    systems, places = systems_for(make_target(), make_drafter(), None), Counter()
     monkeypatch.setattr(speed, "run", lambda system, *args, **kwargs: order.append(system.name))
 
     for turn in range(len(systems)):
@@ -96,7 +96,7 @@ def test_warm_up_runs_every_system_on_a_few_tokens(monkeypatch):
     seen = []
     monkeypatch.setattr(speed, "run", lambda s, *args, max_new_tokens, **kwargs: seen.append((s.name, max_new_tokens)))
 
-    warm_up(systems_for(make_drafter(), None), None, None, max_new_tokens=64)
+    warm_up(systems_for(make_target(), make_drafter(), None), None, None, max_new_tokens=64)
 
     assert seen == [(name, 8) for name in ("plain", "lookup", "library-dflash", "carry-off", "carry-on")]
 
@@ -116,10 +116,11 @@ def slow_probe(monkeypatch):
 
 def test_extra_passes_are_outside_the_timed_part(slow_probe):
     target, drafter = make_target(), make_drafter()
+    plain, _, _, *ours = systems_for(target, drafter, None)
     passes = []
     drafter.register_forward_pre_hook(lambda module, args: passes.append(1))
 
-    found = visit(step_of(), systems_for(drafter, None)[3:] + systems_for(drafter, None)[:1], target, turn=0)
+    found = visit(step_of(), [plain, *ours], target, turn=0)
 
     assert all(run.seconds < 1e9 for runs in found.runs.values() for run in runs)
     rounds_that_draft = sum(
@@ -128,22 +129,28 @@ def test_extra_passes_are_outside_the_timed_part(slow_probe):
     assert len(passes) == rounds_that_draft
 
 
-def test_a_prompt_that_is_not_timed_runs_each_system_once(slow_probe):
-    found = visit(step_of(timed=False), systems_for(make_drafter(), None), make_target(), turn=0)
+@pytest.fixture
+def tiny():
+    target = make_target()
+    return systems_for(target, make_drafter(), None), target
+
+
+def test_a_prompt_that_is_not_timed_runs_each_system_once(slow_probe, tiny):
+    found = visit(step_of(timed=False), *tiny, turn=0)
 
     assert {len(runs) for runs in found.runs.values()} == {1}
     assert found.runs["carry-on"] == [slow_probe]
 
 
-def test_sampling_has_no_matched_anchors_and_no_differences():
-    found = visit(step_of(timed=False, temperature=1.0), systems_for(make_drafter(), None), make_target(), turn=0)
+def test_sampling_has_no_matched_anchors_and_no_differences(tiny):
+    found = visit(step_of(timed=False, temperature=1.0), *tiny, turn=0)
 
     assert (found.matched, found.differences, len(found.runs)) == (None, [], 5)
 
 
-def test_sampling_repeats_with_other_seeds_and_the_same_for_every_system():
-    found = visit(step_of(temperature=1.0), systems_for(make_drafter(), None), make_target(), turn=0)
-    again = visit(step_of(temperature=1.0), systems_for(make_drafter(), None), make_target(), turn=1)
+def test_sampling_repeats_with_other_seeds_and_the_same_for_every_system(tiny):
+    found = visit(step_of(temperature=1.0), *tiny, turn=0)
+    again = visit(step_of(temperature=1.0), *tiny, turn=1)
 
     assert found.runs["plain"][0].ids != found.runs["plain"][1].ids
     assert [r.ids for r in found.runs["carry-on"]] == [r.ids for r in again.runs["carry-on"]]

@@ -48,11 +48,15 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that this package is run from, with a mark if files differ from it; None outside a repository."""
-    if shutil.which("git") is None:
+    """The commit that this package is run from, with a mark if files differ from it; None if git does not track it."""
+    if shutil.which("git") is None or not _git("ls-files", __file__):
         return None
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _processor() -> str:

@@ -78,12 +78,13 @@ def evaluate(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     log = VisitLog(out / PARTIAL_FILE, facts)
-    visits = run_steps(steps, systems_for(drafter, control), target, log, console)
+    visits = run_steps(steps, systems_for(target, drafter, control), target, log, console)
     summary = describe_call() | facts | {"arguments": asdict(arguments), "failed_sets": failed, "notes": notes}
     summary |= summarize(visits)
     write_report(summary, out)
     draw_plots(summary, out)
-    log.path.unlink()
+    if not failed:  # else what is measured waits for the sets that will be mended
+        log.path.unlink()
     return summary
 
 

@@ -14,8 +14,9 @@ Rows = list[dict[str, Any]]
 
 
 def write_report(summary: dict[str, Any], out: Path) -> None:
-    """Write ``evaluation.json`` and ``report.md`` into a folder."""
-    (out / "evaluation.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    """Write ``evaluation.json``, an object of a list a line, and ``report.md`` into a folder."""
+    lines = (f"{json.dumps(key)}: {_json(value)}" for key, value in summary.items())
+    (out / "evaluation.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     (out / "report.md").write_text(render_report(summary), encoding="utf-8")
 
 
@@ -46,6 +47,11 @@ def render_report(summary: dict[str, Any]) -> str:
         parts += _accepted_length(here, temperature) + _carried_rows(here, temperature) + _speed(here, temperature)
     parts += _exactness(summary["exactness"]) + _conditions(summary)
     return "\n\n".join(parts) + "\n"
+
+
+def _json(value: Any) -> str:
+    rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
+    return f"[\n{rows}\n]" if rows else json.dumps(value)
 
 
 def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Self
@@ -27,13 +28,17 @@ class System:
     carry: bool = False
 
 
-def systems_for(drafter: CarryoverDrafterModel, control: CarryoverDrafterModel | None) -> list[System]:
+def systems_for(
+    target: PreTrainedModel, drafter: CarryoverDrafterModel, control: CarryoverDrafterModel | None
+) -> list[System]:
     """What is compared, plain `generate` first. The control is trained without carried rows and runs without them.
 
-    Transformers' own DFlash generator runs the same weights; it drops the anchor's slot and knows no Markov head.
+    Transformers' own DFlash generator runs the same weights; it drops the anchor's slot, knows no Markov head, and
+    needs a target with positions (Bloom has none).
     """
     systems = [System("plain", {}), System("lookup", {"prompt_lookup_num_tokens": LOOKUP_TOKENS})]
-    if not drafter.config.sample_from_anchor and drafter.markov_head is None:
+    has_positions = "position_ids" in signature(target.forward).parameters
+    if not drafter.config.sample_from_anchor and drafter.markov_head is None and has_positions:
         systems.append(System("library-dflash", {"assistant_model": drafter, "speculation_type": "dflash"}))
     systems.append(System("carry-off", {"assistant_model": drafter}, drafter))
     systems.append(System("carry-on", {"assistant_model": drafter}, drafter, carry=True))
@@ -53,8 +58,8 @@ class Run:
         seconds: Of the whole call.
         prompt_seconds: Of it, until the prompt's pass was done.
         verify_seconds: In the target's passes of rounds.
-        draft_seconds: In drafting, where the drafter is ours.
-        recycle_seconds: In gathering and splitting the verified rows, where the drafter is ours.
+        draft_seconds: In drafting, where the drafter is ours; on a GPU, in launching it.
+        recycle_seconds: In gathering and splitting the verified rows, likewise.
     """
 
     ids: list[int]

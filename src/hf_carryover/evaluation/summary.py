@@ -15,7 +15,7 @@ def summarize(visits: Sequence[Visit]) -> dict[str, Any]:
     """The numbers: ``results`` is the short list that cards read, the other lists hold the details behind it.
 
     Each list has objects with ``set`` (`all` is the pooled one) and ``temperature``. Accepted lengths come from every
-    prompt's first run, times from the timed prompts. ``prompts`` holds every run.
+    prompt's first run, times from the timed prompts. ``prompts`` holds every run, without its text.
     """
     summary: dict[str, Any] = {name: [] for name in ("results", "acceptance", "differences", "matched", "speed")}
     for temperature in dict.fromkeys(visit.temperature for visit in visits):
@@ -24,8 +24,16 @@ def summarize(visits: Sequence[Visit]) -> dict[str, Any]:
             chosen = [visit for visit in here if name in (visit.set, POOLED)]
             _add(summary, {"set": name, "temperature": temperature}, chosen)
     summary["exactness"] = summarize_exactness([visit for visit in visits if visit.temperature == 0])
-    summary["prompts"] = [asdict(visit) for visit in visits]
+    summary["prompts"] = [_without_text(visit) for visit in visits]
     return summary
+
+
+def _without_text(visit: Visit) -> dict[str, Any]:
+    row = asdict(visit)
+    for runs in row["runs"].values():
+        for run in runs:
+            run["new_tokens"] = len(run.pop("ids"))
+    return row
 
 
 def _add(summary: dict[str, Any], place: dict[str, Any], visits: Sequence[Visit]) -> None:
