@@ -115,6 +115,15 @@ def test_another_drafter_of_the_same_name_does_not_reuse_what_is_left(tmp_path, 
     assert visited.numbers == [0, 1]
 
 
+def test_another_draft_length_does_not_reuse_what_is_left(tmp_path, models, three_prompts, visited):
+    interrupt(visited, models, [three_prompts], tmp_path)
+    models[2].draft_length = 2
+
+    summary = measure(models, [three_prompts], tmp_path)
+
+    assert (visited.numbers, summary["models"]["drafter"]["drafts_a_round"]) == ([0, 1], 2)
+
+
 def test_sets_that_fail_are_told_in_a_sentence_and_the_others_run(tmp_path, models, three_prompts):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "odd.jsonl").write_text('{"text": "1 2"}\n')

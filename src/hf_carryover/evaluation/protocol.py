@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.decoding import check_pair
+from hf_carryover.drafting import longest_draft
 from hf_carryover.evaluation.machine import describe_call, describe_machine, describe_model
 from hf_carryover.evaluation.plan import EvaluationArguments, plan
 from hf_carryover.evaluation.report import write_report
@@ -64,9 +65,9 @@ def evaluate(
         ) from error
 
     arguments = arguments or EvaluationArguments()
-    models = {"target": target, "drafter": drafter} | ({} if control is None else {"control": control})
-    for name in models.keys() - {"target"}:
-        check_pair(target, models[name])
+    drafters = {"drafter": drafter} | ({} if control is None else {"control": control})
+    for model in drafters.values():
+        check_pair(target, model)
     steps, failed, notes = plan(prompts, target, tokenizer, arguments)
     if not steps:
         raise ValueError(f"Expected at least one set that can be measured, found none. {' '.join(failed.values())}")
@@ -74,7 +75,10 @@ def evaluate(
         notes.append(
             "The carry embedding is zero: the drafter was not trained to read the rows that carry-on shows it."
         )
-    facts = describe_machine(target) | {"models": {name: describe_model(model) for name, model in models.items()}}
+    models = {"target": describe_model(target)}
+    for name, model in drafters.items():
+        models[name] = describe_model(model) | {"drafts_a_round": longest_draft(model)}
+    facts = describe_machine(target) | {"models": models}
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     log = VisitLog(out / PARTIAL_FILE, facts)

@@ -156,7 +156,8 @@ def _exactness(exactness: dict[str, Any]) -> list[str]:
 
 def _conditions(summary: dict[str, Any]) -> list[str]:
     facts = {key: summary[key] for key in ("command", "date", "commit", "device", "threads", "dtype", "attention")}
-    facts |= {name: model["name"] for name, model in summary["models"].items()}
+    for name, model in summary["models"].items():
+        facts[name] = ", ".join(f"{key} {value}" for key, value in model.items())
     facts |= summary["versions"] | summary["arguments"]
     return ["## Conditions", _table(["", ""], [[key, f"`{value}`"] for key, value in facts.items()])]
 
