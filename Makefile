@@ -9,10 +9,10 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-carryover demo
 
 test: lint
-	$(BIN)/pytest -m "not all" --durations=10
+	$(BIN)/pytest -n auto -m "not all" --durations=10
 
 test-fast: $(VENV)/.installed
-	$(BIN)/pytest -m "not slow and not all"
+	$(BIN)/pytest -n auto -m "not slow and not all"
 
 test-all: lint $(VENV)/.installed-all
 	$(BIN)/pytest --durations=10

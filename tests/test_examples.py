@@ -34,4 +34,4 @@ def test_generate(with_drafter, monkeypatch, capsys, tmp_path):
 
 
 def test_every_example_has_a_test():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"generate", "measure_speedup"}

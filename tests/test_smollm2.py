@@ -16,11 +16,6 @@ pytestmark = pytest.mark.slow
 PROMPT = "Name three rivers in Europe."
 
 
-@pytest.fixture(autouse=True)
-def _two_threads(_one_thread):
-    torch.set_num_threads(2)
-
-
 @pytest.mark.parametrize(
     "layout",
     [{"sample_from_anchor": False}, {"sample_from_anchor": True, "markov_head_type": "gated", "markov_rank": 32}],

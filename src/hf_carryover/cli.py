@@ -2,12 +2,15 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
+
+from hf_carryover.evaluation import EvaluationArguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,6 +86,51 @@ def generate(
     )
     length = f", accepted length {given.stats.accepted_length:.2f}" if given.stats else ""
     notes.print(f"[dim]{given.num_tokens} tokens, {given.num_tokens / given.seconds:.1f} tokens/s{length}[/dim]")
+
+
+def setting(name: str) -> Any:
+    """The option of one of `EvaluationArguments`, with that field's help."""
+    return typer.Option(help=EvaluationArguments.__dataclass_fields__[name].metadata["help"])
+
+
+@app.command()
+def evaluate(
+    target: TargetOption,
+    drafter: Annotated[str, typer.Option(help="Drafter folder or Hub id.")],
+    prompts: Annotated[list[str], typer.Option(help="JSONL or text file, or Hub data set; more may follow.")],
+    out: Annotated[Path, typer.Option(help="Folder of the report; the same command goes on where it stopped.")],
+    more_prompts: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    control: Annotated[str | None, typer.Option(help="A drafter trained alike, without carried rows.")] = None,
+    prompts_per_set: Annotated[Sequence[int], setting("prompts_per_set")] = EvaluationArguments.prompts_per_set,
+    timed_per_set: Annotated[int | None, setting("timed_per_set")] = EvaluationArguments.timed_per_set,
+    max_new_tokens: Annotated[int, setting("max_new_tokens")] = EvaluationArguments.max_new_tokens,
+    temperatures: Annotated[Sequence[float], setting("temperatures")] = EvaluationArguments.temperatures,
+    repeats: Annotated[int, setting("repeats")] = EvaluationArguments.repeats,
+    seed: Annotated[int, setting("seed")] = EvaluationArguments.seed,
+    raw: Annotated[bool, setting("raw")] = EvaluationArguments.raw,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Measure what a drafter is worth: accepted length, speed beside its rivals, and exactness."""
+    from hf_carryover import evaluation
+
+    arguments = EvaluationArguments(
+        prompts_per_set, timed_per_set, max_new_tokens, temperatures, repeats=repeats, seed=seed, raw=raw
+    )
+    model, tokenizer = load_model(target, dtype)
+    assistant, rival = (None if name is None else load_assistant(name, model) for name in (drafter, control))
+    assert assistant is not None
+    summary = evaluation.evaluate(
+        model, tokenizer, assistant, prompts=[*prompts, *(more_prompts or ())], out=out, control=rival,
+        arguments=arguments, console=notes,
+    )  # fmt: skip
+    console.print(evaluation.results_table(summary))
+    console.print(f"The whole report is {out / 'report.md'}.")
+    for sentence in summary["notes"]:
+        notes.print(sentence, style="yellow", markup=False)
+    problems = evaluation.problems(summary)
+    for sentence in problems:
+        notes.print(sentence, style="red", markup=False)
+    raise typer.Exit(1 if problems else 0)
 
 
 def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:

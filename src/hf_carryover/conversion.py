@@ -91,6 +91,7 @@ def load_dflash(
     drafter = CarryoverDrafterModel(config)
     drafter.load_state_dict(tensors)
     drafter.to(dtype=dtype or tensors["fc.weight"].dtype).eval()
+    drafter.config.name_or_path = str(folder_or_hub_id)
     if target is not None:
         check_pair(target, drafter)
         drafter.to(target.device)

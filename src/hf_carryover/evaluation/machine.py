@@ -1,0 +1,67 @@
+"""On what was it measured, and with what? Facts that a number is worth nothing without."""
+
+import hashlib
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+PACKAGES = ("hf-carryover", "torch", "transformers")
+
+
+def describe_call() -> dict[str, Any]:
+    """Command line and date."""
+    return {"command": shlex.join(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def describe_machine(target: PreTrainedModel) -> dict[str, Any]:
+    """Versions, commit, processor, threads, and the number type and attention that the target computes with."""
+    return {
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
+    }
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Name, size, and a fingerprint of configuration and weights, which a name alone does not pin down."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.sum(dtype=torch.float64).item()!r}".encode())
+    return {
+        "name": model.config.name_or_path,
+        "parameters": model.num_parameters(),
+        "fingerprint": digest.hexdigest()[:16],
+    }
+
+
+def _commit() -> str | None:
+    """The commit that this package is run from, with a mark if files differ from it; None if git does not track it."""
+    if shutil.which("git") is None or not _git("ls-files", __file__):
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _processor() -> str:
+    """The processor's own name, where the system tells it; else its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,194 @@
+"""How are the numbers shown? evaluation.json for programs, report.md for readers, a table for the terminal."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hf_carryover.evaluation.speed import OURS
+from hf_carryover.evaluation.summary import POOLED
+
+Rows = list[dict[str, Any]]
+
+
+def write_report(summary: dict[str, Any], out: Path) -> None:
+    """Write ``evaluation.json``, an object of a list a line, and ``report.md`` into a folder."""
+    lines = (f"{json.dumps(key)}: {_json(value)}" for key, value in summary.items())
+    (out / "evaluation.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    (out / "report.md").write_text(render_report(summary), encoding="utf-8")
+
+
+def results_table(summary: dict[str, Any]) -> Table:
+    """Tokens a round and speed relative to plain `generate`, a line a set and temperature, for rich's console."""
+    systems = list(dict.fromkeys(row["system"] for row in summary["results"]))
+    table = Table("set", "T", *systems, title="Tokens a round, and speed relative to plain generate")
+    lines: dict[tuple[str, float], list[str]] = {}
+    for row in summary["results"]:
+        cell = f"{row['accepted_length']:.2f}  {row['speedup']:.2f}x"
+        lines.setdefault((row["set"], row["temperature"]), []).append(cell)
+    for (name, temperature), cells in lines.items():
+        table.add_row(name, f"{temperature:g}", *cells, style="bold" if name == POOLED else None)
+    return table
+
+
+def render_report(summary: dict[str, Any]) -> str:
+    """The whole report as Markdown."""
+    parts = [f"# What {summary['models']['drafter']['name'] or 'the drafter'} is worth"]
+    parts += [f"**Not measured:** {sentence}" for sentence in summary["failed_sets"].values()]
+    parts += [f"Note: {sentence}" for sentence in summary["notes"]]
+    for temperature in dict.fromkeys(row["temperature"] for row in summary["results"]):
+        here = {
+            name: [row for row in summary[name] if row["temperature"] == temperature]
+            for name in ("results", "acceptance", "differences", "matched", "speed")
+        }
+        parts.append(f"## Temperature {temperature:g}" + (" (greedy)" if temperature == 0 else ""))
+        parts += _accepted_length(here, temperature) + _carried_rows(here, temperature) + _speed(here, temperature)
+    parts += _exactness(summary["exactness"]) + _conditions(summary)
+    return "\n\n".join(parts) + "\n"
+
+
+def _json(value: Any) -> str:
+    rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
+    return f"[\n{rows}\n]" if rows else json.dumps(value)
+
+
+def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:
+    pooled = [row for row in here["acceptance"] if row["set"] == POOLED and row["system"] != "plain"]
+    longest = max(len(row["histogram"]) for row in pooled)
+    return [
+        "### Accepted length",
+        "Tokens a round (tau), the target's own token included; in brackets the 95 % bootstrap interval over prompts.",
+        _by_set(here["results"], lambda row: _number(row["accepted_length"], row["accepted_length_interval"])),
+        _image("accepted_length", temperature),
+        "Rounds by accepted drafts, all sets:",
+        _table(
+            ["system", "prompts", "rounds", "drafts a round", *map(str, range(longest))],
+            [
+                [row["system"], row["prompts"], row["rounds"], f"{row['accepted_drafts']:.3f}", *row["histogram"]]
+                + [""] * (longest - len(row["histogram"]))
+                for row in pooled
+            ],
+        ),
+        "The share of rounds that accept the draft at each position after the anchor:",
+        _image("acceptance_by_position", temperature),
+    ]
+
+
+def _carried_rows(here: dict[str, Rows], temperature: float) -> list[str]:
+    parts = [
+        "### What carried rows add",
+        "Differences of the accepted length on the same prompts, with paired 95 % intervals.",
+        _table(
+            ["set", "difference", "tokens a round"],
+            [
+                [row["set"], f"{row['system']} minus {row['minus']}", _number(row["difference"], row["interval"], "+")]
+                for row in here["differences"]
+            ],
+        ),
+    ]
+    if not here["matched"]:
+        return parts
+    return [
+        *parts,
+        "Recall at position k: how often the draft for the k-th position after the anchor is the token that finally "
+        "stands there, with carry on and off at the same anchors. Re-convergence: of rejected positions after the "
+        "first, the share whose draft finally stands there. Attention: the share that falls on carried rows.",
+        _table(
+            ["set", "anchors", "with carried rows", "recall at 1, 2, .. on", "off", "re-convergence", "attention"],
+            [
+                [row["set"], row["anchors"], row["anchors_carrying"], _curve(row["recall_on"]),
+                 _curve(row["recall_off"]), _share(row["reconvergence"]), _share(row["attention_mass"])]
+                for row in here["matched"]
+            ],
+        ),
+        _image("recall", temperature),
+    ]  # fmt: skip
+
+
+def _speed(here: dict[str, Rows], temperature: float) -> list[str]:
+    pooled = next(row for row in here["speed"] if row["set"] == POOLED)
+    rounds = [(name, pooled["rounds"][name]) for name in OURS if pooled["rounds"].get(name)]
+    return [
+        "### Speed",
+        "Tokens a second of `generate` relative to plain: the median over prompts of each prompt's ratio, with its "
+        "95 % interval.",
+        _by_set(here["results"], lambda row: _number(row["speedup"], row["speedup_interval"])),
+        _image("speed", temperature),
+        _table(
+            ["set", "carry-on relative to", "speed"],
+            [
+                [row["set"], rival, _number(ratio["ratio"], ratio["interval"])]
+                for row in here["speed"]
+                for rival, ratio in row["carry_on_to"].items()
+            ],
+        ),
+        "Where the time of a round goes, in milliseconds, all sets. The limit is the speed-up after the prompt's pass "
+        "if recycling and the loop took no time; with a free drafter, drafting would take none either.",
+        _table(
+            ["system", "draft", "recycle", "verify", "loop", "one plain token", "speed-up", "limit", "free drafter",
+             "share of the limit"],
+            [
+                [name, *(f"{1000 * r[part]:.2f}" for part in ("draft", "recycle", "verify", "loop", "one_token"))]
+                + [f"{r[part]:.2f}" for part in ("reached", "limit", "limit_free_drafter")]
+                + [f"{r['share_of_limit']:.1%}"]
+                for name, r in rounds
+            ],
+        ),
+        _image("time_split", temperature),
+    ]  # fmt: skip
+
+
+def _exactness(exactness: dict[str, Any]) -> list[str]:
+    differences = exactness["differences"]
+    verdict = "Passed" if exactness["passed"] else "**Failed**"
+    parts = [
+        "## Exactness",
+        f"{verdict}: of {exactness['texts']} greedy texts, {len(differences)} differ from plain `generate`'s.",
+    ]
+    if differences:
+        header = ["set", "prompt", "system", "first difference at", "gap of logits", "explained by rounding"]
+        keys = ("set", "number", "system", "position", "gap", "explained")
+        parts.append(_table(header, [[row[key] for key in keys] for row in differences]))
+    return parts
+
+
+def _conditions(summary: dict[str, Any]) -> list[str]:
+    facts = {key: summary[key] for key in ("command", "date", "commit", "device", "threads", "dtype", "attention")}
+    for name, model in summary["models"].items():
+        facts[name] = ", ".join(f"{key} {value}" for key, value in model.items())
+    facts |= summary["versions"] | summary["arguments"]
+    return ["## Conditions", _table(["", ""], [[key, f"`{value}`"] for key, value in facts.items()])]
+
+
+def _by_set(results: Rows, cell: Any) -> str:
+    """A table with a line a set and a column a system."""
+    systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
+    return _table(["set", *systems], [[name, *(cell(row) for row in results if row["set"] == name)] for name in sets])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def plot_file(name: str, temperature: float) -> str:
+    """File name of a plot in the report's folder."""
+    return f"{name}_t{temperature:g}.png"
+
+
+def _image(name: str, temperature: float) -> str:
+    return f"![{name.replace('_', ' ')}]({plot_file(name, temperature)})"
+
+
+def _number(value: float, interval: list[float] | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + (f" [{interval[0]:{sign}.3f}, {interval[1]:{sign}.3f}]" if interval else "")
+
+
+def _curve(values: list[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
