@@ -50,7 +50,7 @@ def source_of(name):
 
 
 def imports(path):
-    """Names of our modules and packages that a file imports, late imports included, as ``package.module`` inside one."""
+    """Our modules that a file imports, late imports included; those of a package as ``package.module``."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -28,7 +28,7 @@ def test_a_missing_field_is_an_error_that_names_it(name):
 
 
 def test_a_misspelt_field_is_an_error_that_names_it_and_the_right_one():
-    with pytest.raises(ValueError, match=r"Unknown field `markov_rnk`.* Did you mean `markov_rank`\?"):
+    with pytest.raises(ValueError, match=r"got also \['markov_rnk'\]; did you mean \['markov_rank'\]\?"):
         CarryoverDrafterConfig(**fields(markov_rnk=4))
 
 
@@ -93,7 +93,7 @@ def test_a_field_that_someone_edited_into_the_file_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sinks": True}))
 
-    with pytest.raises(ValueError, match="Unknown field `sinks`"):
+    with pytest.raises(ValueError, match=r"got also \['sinks'\]; remove them"):
         AutoConfig.from_pretrained(tmp_path)
 
 

@@ -574,8 +574,8 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=2)
         ({"vocab_size": 70}, "vocabulary size 70, got LlamaForCausalLM with 61"),
         ({"hidden_size": 16}, "hidden size 16, got LlamaForCausalLM with 32"),
         ({"num_target_layers": 9}, "number of layers 9, got LlamaForCausalLM with 4"),
-        ({"target_layer_ids": [1, 3]}, r"a target with a last layer above \[1, 3\], got 3"),
-        ({"target_layer_ids": [7]}, r"a target with a last layer above \[7\], got 3"),
+        ({"target_layer_ids": [1, 3]}, r"reads layers \[1, 3\], expected below the target's last, got 3"),
+        ({"target_layer_ids": [7]}, r"reads layers \[7\], expected below the target's last, got 3"),
     ],
     ids=["another-vocabulary", "another-width", "another-depth", "the-last-layer", "a-layer-out-of-range"],
 )

@@ -25,11 +25,9 @@ class CarryoverDrafterConfig(PreTrainedConfig):
     Args:
         block_size: Slots of a block, B: the anchor and the mask tokens after it.
         mask_token_id: Token whose embedding fills the slots after the anchor.
-        target_layer_ids: Target layers whose outputs are the features, increasing; ``i`` means ``hidden_states[i +
-        1]``,
+        target_layer_ids: Target layers whose outputs are the features, increasing; ``i`` is ``hidden_states[i + 1]``,
             -1 the embedding output. The target's last layer is not allowed: its output is already normalised.
-        sample_from_anchor: Whether the anchor's slot predicts the first draft (K = B) or the first mask does (K = B -
-        1).
+        sample_from_anchor: Whether the anchor's slot predicts the first draft (K = B) or the first mask's (K = B - 1).
         vocab_size: Rows of the target's vocabulary, V; embedding and output head are the target's and not stored.
         hidden_size: Width of target and drafter, D.
         rope_parameters: Rotary settings in Transformers' form, for example ``{"rope_theta": 1e6}``.
@@ -87,11 +85,11 @@ class CarryoverDrafterConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in kwargs.keys() - TRANSFORMERS_KEYS:
-            known = get_close_matches(name, self.__dataclass_fields__, n=1)
-            hint = f" Did you mean `{known[0]}`?" if known else " Remove it."
-            raise ValueError(f"Unknown field `{name}` in a {type(self).__name__}.{hint}")
-        if self.rope_parameters is None and not kwargs.get("rope_theta"):
+        if unknown := sorted(kwargs.keys() - TRANSFORMERS_KEYS):
+            known = [match for name in unknown for match in get_close_matches(name, self.__dataclass_fields__, n=1)]
+            hint = f"did you mean {known}?" if known else "remove them."
+            raise ValueError(f"Expected only fields of {type(self).__name__}, got also {unknown}; {hint}")
+        if not (self.rope_parameters or {}).get("rope_theta") and not kwargs.get("rope_theta"):
             raise TypeError("Missing required field - 'rope_parameters', for example {'rope_theta': 10000.0}.")
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
@@ -113,6 +111,7 @@ class CarryoverDrafterConfig(PreTrainedConfig):
 
     def validate_fields(self) -> None:
         """Check what types cannot say; each line is what must hold, what is expected, and what was found."""
+        sizes = [(name, vars(self)[name]) for name in SIZES]
         ids, heads, groups = self.target_layer_ids, self.num_attention_heads, self.num_key_value_heads
         layers = self.layer_types or []
         head, rank, subset = self.markov_head_type, self.markov_rank, self.draft_vocab_size
@@ -121,7 +120,7 @@ class CarryoverDrafterConfig(PreTrainedConfig):
         factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         reads, confident = self.confidence_head_with_markov, self.enable_confidence_head
         rules: list[tuple[bool, str, object]] = [
-            *((self.__dict__[name] >= 1, f"`{name}` must be at least 1", self.__dict__[name]) for name in SIZES),
+            *((size >= 1, f"`{name}` must be at least 1", size) for name, size in sizes),
             (heads % max(groups, 1) == 0, f"`num_attention_heads` must be a multiple of {groups} key/value heads",
              heads),
             (self.num_drafts >= 1, f"`block_size` must be at least {fewest}", self.block_size),

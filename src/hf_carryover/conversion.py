@@ -84,13 +84,12 @@ def load_dflash(
     config = read_dflash_config(folder / "config.json")
     tensors = read_tensors(folder)
     with torch.device("meta"):
-        drafter = CarryoverDrafterModel(config)
-    expected = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
+        expected = {name: tensor.shape for name, tensor in CarryoverDrafterModel(config).state_dict().items()}
     tensors.setdefault("carry_embedding", torch.zeros(expected["carry_embedding"]))
     check_tensors(tensors, expected, folder)
-    drafter = CarryoverDrafterModel(config)
-    drafter.load_state_dict(tensors)
-    drafter.to(dtype=dtype or tensors["fc.weight"].dtype).eval()
+    # Not `.to(dtype)`: the rotary table stays in fp32, as when one of our own folders is loaded.
+    dtype = dtype or tensors["fc.weight"].dtype
+    drafter = CarryoverDrafterModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
     drafter.config.name_or_path = str(folder_or_hub_id)
     if target is not None:
         check_pair(target, drafter)
@@ -126,6 +125,10 @@ def read_dflash_config(path: Path) -> CarryoverDrafterConfig:
         )
     if missing := [name for name in REQUIRED_FIELDS if name not in fields]:
         raise ValueError(f"Expected the fields {missing} in {path}, found none; facts of training are not guessed.")
+    if fields.get("use_sliding_window") and not fields.get("layer_types"):
+        raise ValueError(
+            f"Expected `layer_types` in {path} beside `use_sliding_window`, found none; say which layers slide."
+        )
     kept = {name: fields[name] for name in fields.keys() & (SAME_FIELDS | DRAFT_FIELDS)}
     if "sliding_attention" in (kept.get("layer_types") or []):
         kept["sliding_window"] = fields.get("sliding_window")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 from transformers.generation import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.configuration_utils import GenerationMode
@@ -43,14 +43,12 @@ def uninstall() -> None:
 def is_ours(assistant: Any, config: GenerationConfig) -> bool:
     """Whether this call drafts with us: our drafter (bare or in an adapter), and no other way chosen by the caller."""
     other_ways = config.speculation_type, config.prompt_lookup_num_tokens, config.assistant_early_exit, config.use_mtp
-    is_model = issubclass(type(assistant), torch.nn.Module) and not any(other_ways)
-    return is_model and assistant.config.model_type == CarryoverDrafterConfig.model_type
+    is_model = isinstance(assistant, torch.nn.Module) and not any(other_ways)
+    return bool(is_model and assistant.config.model_type == CarryoverDrafterConfig.model_type)
 
 
 def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
-    def validate(
-        self: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]
-    ) -> None:
+    def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
         if is_ours(kwargs.get("assistant_model"), config):
             check_pair(self, kwargs["assistant_model"])
             check_options(mode, config)
@@ -64,19 +62,23 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         drafter: Any = kwargs.get("assistant_model")
         if drafter is None or not is_ours(drafter, kwargs["generation_config"]):
             return original(self, *args, **kwargs)
-        (input_ids,) = args  # [1, T]
-        check_inputs(input_ids, kwargs)
-        passed_on = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
-        generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
-        gate = TokenGate(kwargs["stopping_criteria"], kwargs.get("streamer"), generator, input_ids.shape[1])
-        # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
-        kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate]), "streamer": None}
+        (input_ids,), streamer = args, kwargs.pop("streamer", None)
         try:
-            output = original(self, input_ids, **kwargs)
+            check_inputs(input_ids, kwargs)
+            passed_on = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
+            generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
+            gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1])
+            # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
+            kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
+            return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
+        except ValueError as error:
+            if kwargs.get("cache") is None or kwargs["cache"].is_croppable:
+                raise
+            message = f"Carryover drafting expects a cache that can be cropped, got {kwargs['cache']}"
+            raise ValueError(f"{message}; leave `assistant_model` out, or choose another cache.") from error
         finally:
-            if gate.streamer is not None:
-                gate.streamer.end()
-        return gate.trim(output, kwargs["cache"])
+            if streamer is not None:
+                streamer.end()
 
     return decode
 
@@ -94,9 +96,8 @@ def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 class TokenGate(StoppingCriteria):
     """Asks the stopping criteria about every token of a round in turn, and streams only those that stay.
 
-    The library's loop asks them once a round, about the whole block, and streams it before. Here each criterion sees
-    what plain ``generate`` shows it: one more token each time, with its scores, in order; so any criterion stops at
-    the same token, greedy or sampling. What the loop added after that token is trimmed from its output.
+    The library's loop asks once a round, about the whole block. Here a criterion sees what plain ``generate`` shows
+    it, one more token each time, and stops at the same one; what the loop added after it is trimmed.
     """
 
     criteria: StoppingCriteriaList
@@ -130,7 +131,10 @@ class TokenGate(StoppingCriteria):
         """The loop's output without the tokens after the stop: ids ``[1, T]``, or the dictionary with its parts."""
         if not self.surplus:
             return output
-        cache.crop(-self.surplus)
+        if {type(layer) for layer in cache.layers} <= {DynamicLayer, StaticLayer}:
+            cache.crop(-self.surplus)
+        else:
+            cache.update = _refuse_lossy_cache
         if isinstance(output, Tensor):
             return output[:, : self.length]
         output.sequences = output.sequences[:, : self.length]
@@ -139,14 +143,18 @@ class TokenGate(StoppingCriteria):
         return output
 
 
+def _refuse_lossy_cache(*_: Any, **__: Any) -> None:
+    """Stands in for ``update`` of a sliding or recurrent cache; the loop dropped rows that a late crop would need."""
+    raise RuntimeError("Expected a whole cache, got one that lost rows when a stop string or criterion ended a text "
+                       "inside a block of drafts; start the next turn without it.")  # fmt: skip
+
+
 def check_pair(target: PreTrainedModel, drafter: Any) -> None:
     """Refuse a drafter that was made for another target, in one sentence."""
     found = type(target).__name__
     if target.config.is_encoder_decoder or target._is_stateful:
-        raise ValueError(
-            "Carryover drafting expects a decoder-only target without a running state (a rejected draft could not be "
-            f"taken back), got {found}; leave `assistant_model` out."
-        )
+        raise ValueError("Carryover drafting expects a decoder-only target without a running state (a rejected draft "
+                         f"could not be taken back), got {found}; leave `assistant_model` out.")  # fmt: skip
     ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
     for name, expected, size in (
         ("vocabulary size", ours.vocab_size, theirs.vocab_size),
@@ -160,9 +168,7 @@ def check_pair(target: PreTrainedModel, drafter: Any) -> None:
             )
     ids, last = ours.target_layer_ids, theirs.num_hidden_layers - 1
     if ids[-1] >= last:
-        raise ValueError(
-            f"The drafter expects a target with a last layer above {ids}, got {last}; use another target."
-        )
+        raise ValueError(f"The drafter reads layers {ids}, expected below the target's last, got {last}; use another.")
 
 
 def check_options(generation_mode: GenerationMode, config: GenerationConfig) -> None:
@@ -177,6 +183,7 @@ def check_options(generation_mode: GenerationMode, config: GenerationConfig) -> 
         "use_cache=False": config.use_cache is False,
         "assistant_ensemble_weight": config.assistant_ensemble_weight is not None,
         "guidance_scale": config.guidance_scale not in (None, 1),
+        "dola_layers": config.dola_layers is not None,
         "a SynthID `watermarking_config`": isinstance(config.watermarking_config, SynthID),
     }
     for name in (name for name, is_set in refused.items() if is_set):
@@ -189,14 +196,12 @@ def check_options(generation_mode: GenerationMode, config: GenerationConfig) -> 
 def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
     """Refuse a batch, and a filled cache together with the ids that it already holds."""
     if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"Carryover drafting expects one prompt at a time (batch size 1), got {input_ids.shape[0]}; call generate "
-            "for each, or leave `assistant_model` out."
-        )
+        raise ValueError(f"Carryover drafting expects one prompt at a time (batch size 1), got {len(input_ids)}; call "
+                         "generate for each, or leave `assistant_model` out.")  # fmt: skip
+    if kwargs.get("position_ids") is not None and kwargs["position_ids"].dim() != 2:
+        raise ValueError("Carryover drafting expects one position a token, got three; leave `assistant_model` out.")
     past = 0 if kwargs.get("cache") is None else kwargs["cache"].get_seq_length()
     mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
     if 0 < past < length and length == (kwargs["generation_config"]._mask_length if mask is None else mask.shape[1]):
-        raise ValueError(
-            f"Carryover drafting expects only new ids beside a filled cache, got {length} ids and {past} cached rows; "
-            "pass the new ids with the whole text's `attention_mask` (old ids would be processed again)."
-        )
+        raise ValueError(f"Carryover drafting expects only new ids beside a filled cache, got {length} ids and {past} "
+                         "cached rows; pass the new ids with the whole text's `attention_mask`.")  # fmt: skip

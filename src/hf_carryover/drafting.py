@@ -44,7 +44,6 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
         self.cache = CarryoverCache()
-        self.num_handed_over = 0
         self.stats = drafter.last_stats = DraftStats()
 
     def get_candidates(
@@ -69,14 +68,14 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         """
         if model_outputs is None:
             return input_ids, None
-        self.stats.rounds.append(record := Round(drafts=input_ids[0, :0], num_carried=0))
-        num_rejected, self.num_handed_over = self.num_handed_over - n_last_matches, 0
+        record = Round(drafts=input_ids[0, :0], num_carried=0)
+        self.stats.rounds.append(record)
         num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
         if num_drafts <= 0:  # the target's next token is the last
             return input_ids, None
         start = perf_counter()
         # 1. Gather what the target computed for the rows of its last pass.
-        features, positions = self._gather(model_outputs, model_kwargs, num_rejected)
+        features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)
         # 3. Remember: accepted rows for good, rejected rows for this round.
@@ -87,7 +86,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         drafts, logits = self._propose(input_ids, hidden)
         record.draft_seconds = perf_counter() - start - record.recycle_seconds
         # 5. Hand over.
-        record.drafts, self.num_handed_over = drafts[0], drafts.shape[1]
+        record.drafts = drafts[0]
         return torch.cat([input_ids, drafts], dim=1), logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:  # noqa: ARG002
@@ -95,24 +94,28 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if self.stats.rounds:
             self.stats.rounds[-1].num_accepted = num_matches
 
-    def _gather(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_rejected: int) -> tuple[Tensor, Tensor]:
-        """Features of the pass's rows, ``[1, S, F]``, and positions of accepted rows and anchor, ``[1, A + 1]``.
+    def _gather(
+        self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Features of the pass's rows, ``[1, S, F]``, positions of accepted rows and anchor, ``[1, A + 1]``, and R.
 
         Prompt rows under a mask (padding, holes) are no text and never become memory.
         """
         states = [outputs.hidden_states[i].to(self.drafter.device) for i in self.hidden_state_ids]
         features = torch.cat(states, dim=-1).to(self.drafter.norm.weight.dtype)  # [1, S, F]
-        num_accepted = features.shape[1] - num_rejected
+        is_prompt = self.cache.num_committed == 0
+        num_accepted = features.shape[1] if is_prompt else num_matches + 1
+        num_rejected = features.shape[1] - num_accepted
         positions = model_kwargs.get("position_ids")
         if positions is None:  # the target has none (ALiBi)
             anchor = outputs.cache.get_seq_length()
             positions = torch.arange(anchor - num_accepted, anchor + 1)[None]
         positions = positions[:, -num_accepted - 1 :].to(features.device)
         mask = model_kwargs.get("attention_mask")
-        if self.cache.num_committed == 0 and mask is not None:
+        if is_prompt and mask is not None:
             is_text = mask[0, -num_accepted - 1 :].to(features.device, torch.bool)  # [A + 1]; the anchor always is
             features, positions = features[:, is_text[:-1]], positions[:, is_text]
-        return features, positions
+        return features, positions, num_rejected
 
     def _remember(self, accepted: Tensor, rejected: Tensor) -> Tensor:
         """Announce the rows to the cache; returns them for the drafter's pass, ``[1, A + R, F]``."""
@@ -164,12 +167,12 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             choice = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
             tokens.append(choice)
             ids = torch.cat([ids, choice], dim=1)
+        drafts = torch.cat(tokens, dim=1)
         if not self.do_sample:
-            return torch.cat(tokens, dim=1), None
+            return drafts, None
         num_drawn = int(torch.cat(can_draw, dim=1).long().cumprod(dim=1).sum())
-        return torch.cat(tokens, dim=1)[:, :num_drawn], torch.stack(drawn_from, dim=1)[
-            :, :num_drawn
-        ] if num_drawn else None
+        handed = torch.stack(drawn_from, dim=1)[:, :num_drawn] if num_drawn else None
+        return drafts[:, :num_drawn], handed
 
 
 def longest_draft(drafter: CarryoverDrafterModel) -> int:

@@ -27,8 +27,7 @@ AUTO_MAP = {"AutoConfig": "configuration_carryover.CarryoverDrafterConfig",
 def block_visibility(num_keys: int, num_slots: int, num_carried: int, window: int | None, causal: bool) -> Tensor:
     """Which keys (memory, carried, block) the slots see in a sliding or causal layer, ``[1, 1, B, num_keys]``.
 
-    A slot sees keys less than ``window`` rows away and, if ``causal``, only slots before it. A carried row takes the
-    place of its position in the text, and the whole block sees it.
+    A slot sees keys less than ``window`` rows away, carried rows always and, if ``causal``, no slot after itself.
     """
     num_memory = num_keys - num_carried - num_slots
     slots = num_memory + torch.arange(num_slots)
@@ -182,7 +181,6 @@ class CarryoverDrafterModel(PreTrainedModel):
     config_class = CarryoverDrafterConfig
     config: CarryoverDrafterConfig
     main_input_name = "noise_embeds"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["CarryoverLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -240,8 +238,7 @@ class CarryoverDrafterModel(PreTrainedModel):
             noise_embeds: Embeddings of the block's slots, ``[1, B, D]``.
             context_hidden_states: Features of the new memory rows, carried ones last and marked, ``[1, S, F]``.
             position_ids: Positions of those rows and the slots, ``[1, S + B]``.
-            attention_mask: 0 where a row is padding, ``[1, earlier + S + B]``, or boolean ``[1, 1, B, earlier + S +
-            B]``.
+            attention_mask: 0 where a key is hidden, ``[1, earlier + S + B]``; or boolean, ``[1, 1, B, keys]``.
             cache: Earlier memory. The new rows *and the block's* are appended; who owns the cache trims it.
             num_carried: How many of the last memory rows are carried ones.
 
@@ -312,24 +309,22 @@ class CarryoverDrafterModel(PreTrainedModel):
                 init.copy_(module.draft_vocab_ids, torch.arange(module.config.draft_vocab_size))
 
     def save_pretrained(self, save_directory: Any, *, with_code: bool = False, **kwargs: Any) -> None:
-        """Write the folder like ``PreTrainedModel.save_pretrained``; ``with_code`` also copies the core files into it.
-
-        Such a folder loads with ``trust_remote_code=True`` where this package is not installed.
-        """
+        """Write the folder; ``with_code`` adds the core files: then it loads as remote code without this package."""
         self.config.__dict__.pop("auto_map", None)
-        if with_code:
+        if with_code:  # before the base class, which may push the folder
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            for name in CORE_FILES:
+                shutil.copy(Path(__file__).with_name(name), save_directory)
             self.config.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, **kwargs)
-        for name in CORE_FILES if with_code else ():
-            shutil.copy(Path(__file__).with_name(name), save_directory)
+        self.config.__dict__.pop("auto_map", None)
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load a drafter folder or Hub repository; arguments are those of ``PreTrainedModel.from_pretrained``.
+        """Load like ``PreTrainedModel.from_pretrained``, from safetensors only (a pickle is an OSError).
 
         Raises:
             ValueError: A tensor is missing (only ``carry_embedding`` may be: then it is zero) or unknown.
-            OSError: There is no safetensors file; pickles are not read.
         """
         kwargs["use_safetensors"] = True
         model, info = super().from_pretrained(name_or_path, *args, output_loading_info=True, **kwargs)

@@ -54,7 +54,7 @@ def load_target(
         OSError: There is no such folder or Hub repository.
     """
     device = default_device() if device == "auto" else torch.device(device)
-    dtype = default_dtype(device) if isinstance(dtype, str) else dtype
+    dtype = default_dtype(device) if dtype == "auto" else dtype
     source = embedded_folder(TARGETS[name]) if name in TARGETS else Path(name) if Path(name).is_dir() else name
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
