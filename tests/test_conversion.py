@@ -56,7 +56,10 @@ def test_sharded_folders_are_read_whole(tmp_path):
 def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path):
     write_zlab_folder(tmp_path, make_drafter().to(torch.bfloat16))
 
-    assert load_dflash(tmp_path).fc.weight.dtype == torch.bfloat16
+    drafter = load_dflash(tmp_path)
+    assert drafter.fc.weight.dtype == torch.bfloat16
+    assert drafter.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(drafter.rotary_emb.inv_freq, make_drafter().rotary_emb.inv_freq)
     assert load_dflash(tmp_path, dtype=torch.float32).fc.weight.dtype == torch.float32
 
 
@@ -69,6 +72,7 @@ def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path):
         ({"head_dim": ...}, r"Expected the fields \['head_dim'\]"),
         ({"rope_theta": ...}, "Missing required field - 'rope_parameters'"),
         ({"mask_token_id": 3}, "Expected one `mask_token_id` .* got 3 at the top and 60 in `dflash_config`"),
+        ({"use_sliding_window": True, "layer_types": ...}, "Expected `layer_types` .* beside `use_sliding_window`"),
         ({"attention_sinks": True}, r"got also \['attention_sinks'\]"),
         (
             {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [0, 2], "conv_kernel_size": 2}},

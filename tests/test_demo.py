@@ -6,31 +6,7 @@ from rich.console import Console
 
 from hf_carryover import demo
 from hf_carryover.demo import OriginStreamer, compare_texts, encode, pass_seconds, run_demo
-from tests.fakes import ScriptedDrafter, make_drafter, make_target, plain, prompt
-
-
-class Letters:
-    """A tokenizer of one letter a token; two tokens of 50 make one umlaut, as bytes do."""
-
-    chat_template = None
-
-    def decode(self, ids, skip_special_tokens=True):
-        text, pending = "", False
-        for token in ids:
-            if token == 50:
-                text, pending = (text[:-1] + "ü", False) if pending else (text + "\ufffd", True)
-            else:
-                text, pending = text + chr(ord("a") + token % 26), False
-        return text
-
-    def __call__(self, text, return_tensors):
-        ids = torch.tensor([[1 + ord(c) % 50 for c in text[:9]]])
-        return Encoding(input_ids=ids, attention_mask=torch.ones_like(ids))
-
-
-class Encoding(dict):
-    def to(self, device):
-        return self
+from tests.fakes import Encoding, Letters, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
 
 def recorded_console():

@@ -3,15 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import make_drafter, make_target
-from tests.test_demo import Encoding, Letters
+from tests.fakes import Letters, make_drafter, make_target
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-class Tokens(Letters):
-    def __call__(self, text, return_tensors):
-        return Encoding(super().__call__(text, return_tensors))
 
 
 def load(name):
@@ -25,7 +19,7 @@ def load(name):
 def test_generate(with_drafter, monkeypatch, capsys, tmp_path):
     example = load("generate")
     target = make_target("qwen3")
-    monkeypatch.setattr(example, "load_target", lambda name: (target, Tokens()))
+    monkeypatch.setattr(example, "load_target", lambda name: (target, Letters()))
     make_drafter().save_pretrained(tmp_path)
 
     example.main(["target", str(tmp_path)] if with_drafter else [])

@@ -247,9 +247,9 @@ def test_a_checkpoint_without_carry_embedding_loads_it_as_zero(tmp_path):
         (lambda t: t.pop("fc.weight"), r"missing: \['fc.weight'\], unknown: none"),
         (lambda t: t.update(sinks=torch.zeros(3)), r"missing: none, unknown: \['sinks'\]"),
     ],
-    ids=["a-missing-tensor", "an-unknown-tensor"],
+    ids=["missing", "unknown"],
 )
-def test_a_checkpoint_with(edit, message, tmp_path):
+def test_a_tensor_that_does_not_fit_is_refused_by_name(edit, message, tmp_path):
     make_drafter().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     edit(tensors)
@@ -275,6 +275,8 @@ def test_a_plain_save_promises_no_code(tmp_path):
 
     assert "auto_map" in json.loads((tmp_path / "with" / "config.json").read_text())
     assert "auto_map" not in json.loads((tmp_path / "without" / "config.json").read_text())
+    drafter.config.save_pretrained(tmp_path / "config")
+    assert "auto_map" not in json.loads((tmp_path / "config" / "config.json").read_text())
     assert not list((tmp_path / "without").glob("*.py"))
 
 

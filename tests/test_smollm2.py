@@ -25,8 +25,7 @@ def test_greedy_text_on_smollm2_equals_the_targets_own_at_scripted_counts(layout
     target, tokenizer = smollm2
     inputs = encode(tokenizer, PROMPT, target.device)
     truth = plain(target, **inputs, max_new_tokens=32)
-    drafter = random_drafter(target, **layout)
-    drafter.__class__ = Scripted
+    drafter = random_drafter(target, cls=ScriptedDrafter, **layout)
     drafter.follow(truth, [0, 2, 1, 3])
 
     text = plain(target, **inputs, max_new_tokens=32, assistant_model=drafter)
@@ -35,18 +34,6 @@ def test_greedy_text_on_smollm2_equals_the_targets_own_at_scripted_counts(layout
     longest = drafter.config.num_drafts
     assert [r.num_accepted for r in drafter.last_stats.rounds][:4] == [min(n, longest) for n in (0, 2, 1, 3)]
     assert drafter.last_stats.carried_rows > 0
-
-
-class Scripted(ScriptedDrafter):
-    def slot_logits(self, hidden, head):
-        logits = head(hidden).float()
-        anchor = int(self.calls[-1]["position_ids"][0, -self.config.block_size])
-        count = self.counts[min(self.num_passes, len(self.counts) - 1)]
-        self.num_passes += 1
-        for slot in range(hidden.shape[1]):
-            index = min(anchor + 1 + slot, len(self.truth) - 1)
-            logits[0, slot, self.truth[index] if slot < count else (self.truth[index] + 1) % logits.shape[-1]] += 1e6
-        return logits
 
 
 def test_candidates_on_smollm2_equal_the_librarys_dflash_generator_for_twenty_rounds(smollm2, monkeypatch):

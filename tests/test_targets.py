@@ -122,6 +122,14 @@ assert "run `pip install it`" in message and "HuggingFaceTB/x can be downloaded"
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
 
 
+@pytest.mark.slow
+def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
+    make_target().save_pretrained(tmp_path)
+
+    with pytest.raises((ValueError, AttributeError), match="float99"):
+        load_target(str(tmp_path), dtype="float99")
+
+
 def test_dtype_auto_is_what_the_hardware_multiplies_in(monkeypatch):
     found = []
     for has_bf16 in (True, False):

@@ -1,5 +1,6 @@
 """What can be done from a shell? One thin command for each thing: parse, call, show."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -164,9 +165,11 @@ def load_assistant(source: str | Path | None, model: "PreTrainedModel") -> "Carr
 
 
 def main() -> None:
-    """The command `hf-carryover`; a user's error is one plain sentence and exit code 1."""
+    """The command `hf-carryover`; an error is one sentence and exit code 1, with HF_CARRYOVER_TRACEBACK set a traceback."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError, StrictDataclassError) as error:
+        if os.environ.get("HF_CARRYOVER_TRACEBACK"):
+            raise
         notes.print(" ".join(str(error).split()), style="red", markup=False)
         sys.exit(1)

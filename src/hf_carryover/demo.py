@@ -135,8 +135,8 @@ def compare_texts(target: PreTrainedModel, plain: Tensor, drafted: Tensor) -> tu
     """
     if torch.equal(plain, drafted):
         return True, "Identical token ids."
-    length = min(plain.shape[1], drafted.shape[1])
-    first = int((plain[0, :length] != drafted[0, :length]).int().argmax())
+    pairs = zip(plain[0].tolist(), drafted[0].tolist(), strict=False)
+    first = next((i for i, (one, other) in enumerate(pairs) if one != other), min(plain.shape[1], drafted.shape[1]))
     with torch.no_grad():
         best, second = target(plain[:, :first]).logits[0, -1].float().topk(2).values.tolist()
     place = f"token {first} of the text: the target's two best logits there are {best:.4f} and {second:.4f}"
