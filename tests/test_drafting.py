@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_carryover import CarryoverCache, CarryoverCandidateGenerator
 from tests.fakes import KINDS, VOCAB, ScriptedDrafter, make_drafter, make_target, plain, prompt
@@ -339,7 +339,7 @@ class Tree:
             self.path[-1][0] += 1
 
 
-def law_of_target(target, ids, num_tokens, **options):
+def law_of_target(target, ids, num_tokens, stop_token, **options):
     """Probability of each continuation, from one plain pass a prefix, through Transformers' own processors."""
     config, kwargs = target._prepare_generation_config(None, do_sample=True, **options)
     target._prepare_special_tokens(config, True, device="cpu")
@@ -348,6 +348,9 @@ def law_of_target(target, ids, num_tokens, **options):
     for _ in range(num_tokens):
         longer = {}
         for prefix, probability in law.items():
+            if prefix[-1:] == (stop_token,):
+                longer[prefix] = probability
+                continue
             text = torch.cat([ids, torch.tensor([prefix], dtype=torch.long)], dim=1)
             scores = processors(text, target(text).logits[:, -1].float()).softmax(-1)[0].double()
             for token, share in enumerate(scores.tolist()):
@@ -357,38 +360,71 @@ def law_of_target(target, ids, num_tokens, **options):
     return law
 
 
+class StopAt(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == 1
+
+
+# Options of generate, what is special about the drafter, the token that ends a text, and how it does.
 LAWS = {
-    "bare": {"top_k": 0},
-    "top-k": {"top_k": 2, "temperature": 0.7},
-    "penalty": {"top_k": 0, "repetition_penalty": 1.5, "temperature": 1.3},
+    "bare": ({"top_k": 0}, {}, None),
+    "top-k": ({"top_k": 2, "temperature": 0.7}, {}, None),
+    "penalty": ({"top_k": 0, "repetition_penalty": 1.5, "temperature": 1.3}, {}, None),
+    "end-of-text": ({"top_k": 0, "eos_token_id": 1}, {}, "end-of-text"),
+    "custom-stop": ({"top_k": 0}, {}, "criterion"),
+    "draft-vocabulary": ({"top_k": 0}, {"draft_vocab_size": 2}, None),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "law"),
-    [*((kind, "top-k") for kind in KINDS), ("dflash", "penalty"), ("markov-gated", "bare"), ("markov-rnn", "penalty")],
+    [
+        *((kind, "top-k") for kind in KINDS),
+        ("dflash", "penalty"),
+        ("markov-gated", "bare"),
+        ("markov-rnn", "penalty"),
+        ("dflash", "end-of-text"),
+        ("markov-vanilla", "custom-stop"),
+        ("markov-vanilla", "draft-vocabulary"),
+    ],
 )
 def test_sampled_text_follows_the_targets_law(kind, law, monkeypatch):
-    """All outcomes of two rounds on three tokens, the second with carried rows (arXiv 2211.17192, Algorithm 1)."""
+    """All outcomes of two rounds on three tokens, the second with carried rows (arXiv 2211.17192, Algorithm 1).
+
+    A rule that looked at a drafted stop token would give it the square of its probability.
+    """
+    options, special, stop = LAWS[law]
     target = make_target(vocab_size=3, num_hidden_layers=3, initializer_range=0.1)
-    drafter = make_drafter(
-        kind,
-        vocab_size=3,
-        mask_token_id=2,
-        block_size=2 + (kind == "dflash"),
-        target_layer_ids=[0],
-        initializer_range=0.1,
-    )
-    ids, carried, options = torch.tensor([[0, 1, 1, 2]]), [], LAWS[law]
+    size = 2 + (kind == "dflash")
+    small = {
+        "vocab_size": 3,
+        "mask_token_id": 2,
+        "block_size": size,
+        "target_layer_ids": [0],
+        "initializer_range": 0.1,
+    }
+    drafter = make_drafter(kind, **small, **special)
+    if special:
+        drafter.draft_vocab_ids.copy_(torch.tensor([0, 2]))
+    ids, carried = torch.tensor([[0, 1, 1, 2]]), []
+    criteria = StoppingCriteriaList([StopAt()] if stop == "criterion" else [])
 
     def sample():
-        out = plain(target, input_ids=ids, assistant_model=drafter, do_sample=True, max_new_tokens=4, **options)
+        out = plain(
+            target,
+            input_ids=ids,
+            assistant_model=drafter,
+            do_sample=True,
+            max_new_tokens=4,
+            stopping_criteria=criteria,
+            **options,
+        )
         carried.append(drafter.last_stats.carried_rows)
         return tuple(out[0, 4:].tolist())
 
     found = Tree(monkeypatch).run(sample)
-    expected = law_of_target(target, ids, 4, **options)
+    expected = law_of_target(target, ids, 4, 1 if stop else None, **options)
 
     distance = sum(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in found.keys() | expected.keys()) / 2
     assert distance < 1e-6

@@ -165,7 +165,7 @@ def load_assistant(source: str | Path | None, model: "PreTrainedModel") -> "Carr
 
 
 def main() -> None:
-    """The command `hf-carryover`; an error is one sentence and exit code 1, with HF_CARRYOVER_TRACEBACK set a traceback."""
+    """The command `hf-carryover`; an error is one sentence, or a traceback with HF_CARRYOVER_TRACEBACK set."""
     try:
         app()
     except (ValueError, TypeError, OSError, ImportError, StrictDataclassError) as error:
