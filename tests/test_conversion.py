@@ -148,7 +148,7 @@ def test_a_damaged_folder_is_refused(damage, error, message, tmp_path):
 def test_a_target_that_does_not_fit_is_refused_on_loading(tmp_path):
     write_zlab_folder(tmp_path, make_drafter())
 
-    with pytest.raises(ValueError, match="expects a target with vocabulary size 61, got LlamaForCausalLM with 30"):
+    with pytest.raises(ValueError, match="expects vocabulary size 61, got LlamaForCausalLM: 30"):
         load_dflash(tmp_path, target=make_target(vocab_size=30))
 
 

@@ -5,19 +5,22 @@ import shutil
 import threading
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -590,11 +593,14 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=2)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"vocab_size": 70}, "vocabulary size 70, got LlamaForCausalLM with 61"),
-        ({"hidden_size": 16}, "hidden size 16, got LlamaForCausalLM with 32"),
-        ({"num_target_layers": 9}, "number of layers 9, got LlamaForCausalLM with 4"),
-        ({"target_layer_ids": [1, 3]}, r"reads layers \[1, 3\], expected below the target's last, got 3"),
-        ({"target_layer_ids": [7]}, r"reads layers \[7\], expected below the target's last, got 3"),
+        ({"vocab_size": 70}, "expects vocabulary size 70, got LlamaForCausalLM: 61"),
+        ({"hidden_size": 16}, "expects hidden size 16, got LlamaForCausalLM: 32"),
+        ({"num_target_layers": 9}, "expects 9 target layers, got LlamaForCausalLM: 4"),
+        (
+            {"target_layer_ids": [1, 3]},
+            r"layers \[1, 3\] below the target's last, whose output is normalised, got 3",
+        ),
+        ({"target_layer_ids": [7]}, r"layers \[7\] below the target's last, whose output is normalised, got 3"),
     ],
     ids=["another-vocabulary", "another-width", "another-depth", "the-last-layer", "a-layer-out-of-range"],
 )
@@ -610,13 +616,22 @@ def test_a_drafter_of_another_target_is_refused(overrides, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_beams": 2}, "expects greedy decoding or sampling, got beam_search; set `num_beams=1`"),
-        ({"use_cache": False}, r"expects generate\(\) without use_cache=False"),
-        ({"assistant_ensemble_weight": 0.5}, r"expects generate\(\) without assistant_ensemble_weight"),
-        ({"dola_layers": "low"}, r"expects generate\(\) without dola_layers"),
-        ({"guidance_scale": 1.5}, r"expects generate\(\) without guidance_scale"),
-        ({"watermarking_config": SYNTH_ID, "do_sample": True}, "without a SynthID `watermarking_config`"),
-        ({"num_return_sequences": 2, "do_sample": True}, r"expects generate\(\) without num_return_sequences"),
+        ({"num_beams": 2}, r"expects greedy decoding or sampling \(num_beams=1\), got beam_search; leave that option"),
+        ({"use_cache": False}, "got use_cache=False; leave that option or assistant_model out"),
+        (
+            {"assistant_ensemble_weight": 0.5},
+            "got assistant_ensemble_weight; leave that option or assistant_model out",
+        ),
+        ({"dola_layers": "low"}, "got dola_layers; leave that option or assistant_model out"),
+        ({"guidance_scale": 1.5}, "got guidance_scale; leave that option or assistant_model out"),
+        (
+            {"watermarking_config": SYNTH_ID, "do_sample": True},
+            "got a SynthID watermarking_config; leave that option or assistant_model out",
+        ),
+        (
+            {"num_return_sequences": 2, "do_sample": True},
+            "got num_return_sequences; leave that option or assistant_model out",
+        ),
         ({"input_ids": prompt().repeat(2, 1)}, r"expects one prompt at a time \(batch size 1\), got 2"),
     ],
     ids=["beams", "no-cache", "ensemble", "dola", "guidance", "synth-id", "several-sequences", "a-batch"],
@@ -630,13 +645,100 @@ def test_an_option_that_drafting_cannot_honour_is_refused(options, message):
     assert streamer is None or not streamer.puts
 
 
-def test_all_ids_beside_a_filled_cache_are_refused():
+@pytest.mark.parametrize("num_new", [None, 3], ids=["all-ids", "new-ids-without-a-mask"])
+def test_ids_beside_a_filled_cache_that_would_be_misread_are_refused(num_new):
     target = make_target()
     first = plain(target, input_ids=prompt(), max_new_tokens=5, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, prompt(2)], dim=1)
+    ids = ids if num_new is None else ids[:, -num_new:]
 
-    with pytest.raises(ValueError, match="only new ids beside a filled cache, got 14 ids and 11 cached rows"):
+    message = f"beside a filled cache, got {ids.shape[1]} ids, a mask of {ids.shape[1]} and 11 cached rows"
+    with pytest.raises(ValueError, match=message):
         plain(target, input_ids=ids, cache=first.cache, assistant_model=make_drafter())
+
+
+def test_a_mask_with_holes_that_the_library_would_cut_is_refused():
+    target = make_target()
+    embeds, mask = target.get_input_embeddings()(prompt()), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+
+    with pytest.raises(ValueError, match="a mask with holes to cover the 0 ids and no more, got 7"):
+        plain(target, inputs_embeds=embeds, attention_mask=mask, assistant_model=make_drafter())
+
+
+@pytest.mark.parametrize("offset", [2, 3, 6, 9])
+@pytest.mark.parametrize("kind", ["length", "end-of-text", "subclass"])
+def test_a_users_own_criterion_of_a_stock_kind_stops_inside_a_block(kind, offset):
+    class Early(MaxLengthCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] >= 7 + offset])
+
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids)
+    end = int(truth[0, ids.shape[1] + offset])
+    criterion = {
+        "length": MaxLengthCriteria(7 + offset),
+        "end-of-text": EosTokenCriteria(end),
+        "subclass": Early(40),
+    }[kind]
+    options = {"stopping_criteria": StoppingCriteriaList([criterion]), "pad_token_id": VOCAB - 1}
+
+    text = plain(target, input_ids=ids, assistant_model=scripted("dflash", truth, [9]), **options)
+
+    assert torch.equal(text, plain(target, input_ids=ids, **options))
+    assert text.shape[1] <= 8 + offset
+
+
+def test_a_length_criterion_beyond_the_limit_is_refused():
+    criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
+
+    with pytest.raises(ValueError, match="no length criterion above max_length 47, got 60"):
+        plain(make_target(), input_ids=prompt(), stopping_criteria=criteria, assistant_model=make_drafter())
+
+
+def test_a_prompt_without_any_text_row_is_drafted_for():
+    target, ids = make_target(), torch.tensor([[3]])
+    options = {"pad_token_id": 3, "eos_token_id": 50}
+    truth = plain(target, input_ids=ids, **options)
+    drafter = make_drafter(cls=ScriptedDrafter)
+    drafter.follow(truth, EVERY_COUNT, first_position=0)
+
+    assert torch.equal(plain(target, input_ids=ids, assistant_model=drafter, **options), truth)
+    assert drafter.calls[0]["context_hidden_states"].shape[1] == 0
+    assert max(r.num_carried for r in drafter.last_stats.rounds) > 0
+
+
+def test_wrapped_methods_keep_the_names_of_their_parameters():
+    for name in PRIVATE_NAMES[:1]:
+        original, wrapper = vars(vars(GenerationMixin)[name])[MARK], vars(GenerationMixin)[name]
+        inner = inspect.signature(wrapper, follow_wrapped=False)
+        assert list(inner.parameters) == list(inspect.signature(original).parameters)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_target_of_packed_weights_is_drafted_for():
+    """Its activations are quantised by the pass, so that blocks and single tokens differ; it runs all the same."""
+    target = torch.ao.quantization.quantize_dynamic(make_target(), {torch.nn.Linear}, dtype=torch.qint8)
+    drafter = make_drafter(draft_vocab_size=9, input_embedding_scale=1.0)
+
+    assert plain(target, input_ids=prompt(), assistant_model=drafter).shape == (1, 47)
+    assert len(drafter.last_stats.rounds) > 5
+
+
+def test_a_target_of_offloaded_weights_is_refused():
+    target = accelerate.cpu_offload(make_target(), execution_device="cpu")
+
+    with pytest.raises(ValueError, match="a target whose first weights are in memory, got LlamaForCausalLM with offl"):
+        plain(target, input_ids=prompt(), assistant_model=make_drafter())
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
+def test_a_target_with_virtual_tokens_is_refused():
+    target = get_peft_model(make_target(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+
+    with pytest.raises(
+        ValueError, match=r"leave prompt tuning \(virtual tokens\) or assistant_model out|mask with holes"
+    ):
+        plain(target, input_ids=prompt(), assistant_model=make_drafter())
 
 
 def test_an_encoder_decoder_target_is_refused():
@@ -700,7 +802,7 @@ def test_a_lossy_cache_that_a_criterion_stopped_inside_a_block_refuses_the_next_
 def test_several_positions_a_token_are_refused():
     positions = torch.arange(7).expand(3, 1, 7)
 
-    with pytest.raises(ValueError, match="expects one position a token, got three"):
+    with pytest.raises(ValueError, match="expects one position a token, got several"):
         plain(make_target(), input_ids=prompt(), position_ids=positions, assistant_model=make_drafter())
 
 
@@ -709,7 +811,7 @@ def test_a_target_whose_cache_cannot_be_cropped_is_refused_before_its_first_toke
     streamer = Recorder()
 
     with pytest.raises(
-        ValueError, match=r"expects a cache that can be cropped, got DynamicCache.*; leave `assistant_model` out"
+        ValueError, match=r"expects a cache that can be cropped, got DynamicCache.*; leave assistant_model out"
     ):
         plain(make_target(), input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer)
 

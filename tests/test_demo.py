@@ -33,6 +33,21 @@ def test_accepted_drafts_and_own_tokens_are_coloured_by_their_origin():
     assert console.export_text().strip() == Letters().decode(truth[0, ids.shape[1] :].tolist())
 
 
+@pytest.mark.parametrize("text", ["f():\n\treturn 1", ":smile:", "[bold]x[/]", "x\ufffd"])
+def test_the_text_is_printed_as_it_is(text):
+    class Whole:
+        def decode(self, ids, **kwargs):
+            return "".join(text[i] for i in ids)
+
+    out = io.StringIO()
+    streamer = OriginStreamer(Whole(), None, Console(file=out, highlight=False, soft_wrap=True))
+    for ids in ([0], *([i] for i in range(len(text)))):
+        streamer.put(torch.tensor(ids))
+    streamer.end()
+
+    assert out.getvalue() == text + "\n"
+
+
 def test_a_character_of_several_tokens_is_printed_whole():
     console = recorded_console()
     streamer = OriginStreamer(Letters(), None, console)

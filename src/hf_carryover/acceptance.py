@@ -19,8 +19,8 @@ def split_at_acceptance(features: Tensor, num_rejected: int) -> Verdict:
     Of K drafts with n accepted, ``R = K - n`` rows are rejected and ``A = n + 1`` stay; the prompt's pass rejects 0.
     """
     num_accepted = features.shape[1] - num_rejected
-    if not 1 <= num_accepted <= features.shape[1]:
-        raise ValueError(f"At least one of {features.shape[1]} rows must stay, got `num_rejected` {num_rejected}.")
+    if not 0 <= num_accepted <= features.shape[1]:
+        raise ValueError(f"`num_rejected` must be in 0..{features.shape[1]}, the rows there are, got {num_rejected}.")
     return Verdict(accepted=features[:, :num_accepted], rejected=features[:, num_accepted:])
 
 

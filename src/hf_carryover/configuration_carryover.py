@@ -42,7 +42,6 @@ class CarryoverDrafterConfig(PreTrainedConfig):
         enable_confidence_head: Whether a head estimates how likely each draft is to be accepted; it may also read the
             Markov embedding of the token before (``confidence_head_with_markov``).
         draft_vocab_size: Number of tokens that may be proposed; None: all of them.
-        bos_token_id: The target's, like ``eos_token_id`` and ``pad_token_id``, for pipelines that ask.
 
     Raises:
         TypeError, ValueError, StrictDataclassError: A field is missing, unknown, or wrong; the message names it.

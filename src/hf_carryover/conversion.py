@@ -48,7 +48,12 @@ def load_drafter(
         path = Path(hf_hub_download(str(folder_or_hub_id), "config.json"))
     if read_json(path).get("model_type") != CarryoverDrafterConfig.model_type:
         return load_dflash(folder_or_hub_id, target=target, dtype=dtype)
-    drafter: CarryoverDrafterModel = CarryoverDrafterModel.from_pretrained(folder_or_hub_id, dtype=dtype or "auto")
+    try:
+        drafter: CarryoverDrafterModel = CarryoverDrafterModel.from_pretrained(folder_or_hub_id, dtype=dtype or "auto")
+    except SafetensorError as error:
+        raise ValueError(
+            f"Expected whole weights in {folder_or_hub_id}, got: {error}; download them again."
+        ) from error
     if target is not None:
         check_pair(target, drafter)
         drafter.to(target.device)
@@ -118,7 +123,10 @@ def read_dflash_config(path: Path) -> CarryoverDrafterConfig:
             f"Expected `architectures` ['DFlashDraftModel'] (z-lab's format) in {path}, got "
             f"{raw.get('architectures')}; other drafters, DFlash2DraftModel among them, are not read yet."
         )
-    fields = merge_nested(raw, raw.get("dflash_config") or {}, path)
+    nested = raw.get("dflash_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"Expected an object as `dflash_config` in {path}, got {nested!r}; download the file again.")
+    fields = merge_nested(raw, nested, path)
     if unknown := sorted(fields.keys() - SAME_FIELDS - DRAFT_FIELDS - IGNORED_FIELDS):
         raise ValueError(
             f"Expected fields of a DFlash drafter in {path}, got also {unknown}; they may change the result."

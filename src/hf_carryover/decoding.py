@@ -48,26 +48,29 @@ def is_ours(assistant: Any, config: GenerationConfig) -> bool:
 
 
 def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
-    def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        if is_ours(kwargs.get("assistant_model"), config):
-            check_pair(self, kwargs["assistant_model"])
-            check_options(mode, config)
-        original(self, mode, config, kwargs)
+    def validate(self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> None:
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if is_ours(drafter, generation_config):
+            check_pair(self, drafter)
+            check_options(generation_mode, generation_config)
+        original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate
 
 
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    def decode(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def decode(self: PreTrainedModel, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         drafter: Any = kwargs.get("assistant_model")
-        if drafter is None or not is_ours(drafter, kwargs["generation_config"]):
-            return original(self, *args, **kwargs)
-        (input_ids,), streamer = args, kwargs.pop("streamer", None)
+        config = kwargs.get("generation_config")
+        if config is None or not is_ours(drafter, config):
+            return original(self, input_ids, *args, **kwargs)
+        streamer = kwargs.pop("streamer", None)
         try:
             check_inputs(input_ids, kwargs)
-            passed_on = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
+            passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
             generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
-            gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1])
+            by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
+            gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
             # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
             kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
             return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
@@ -75,7 +78,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs.get("cache") is None or kwargs["cache"].is_croppable:
                 raise
             message = f"Carryover drafting expects a cache that can be cropped, got {kwargs['cache']}"
-            raise ValueError(f"{message}; leave `assistant_model` out, or choose another cache.") from error
+            raise ValueError(f"{message}; leave assistant_model out.") from error
         finally:
             if streamer is not None:
                 streamer.end()
@@ -85,11 +88,18 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("assistant_model"), CarryoverCandidateGenerator):
-            return kwargs["assistant_model"]
-        return original(self, *args, **kwargs)
+        assistant = kwargs.get("assistant_model")
+        return assistant if isinstance(assistant, CarryoverCandidateGenerator) else original(self, *args, **kwargs)
 
     return get_generator
+
+
+def is_cut_by_loop(criterion: Any, config: GenerationConfig) -> bool:
+    """Whether the loop itself cuts a block where this criterion fires; a clock may be asked once a round."""
+    if type(criterion) is EosTokenCriteria and config._eos_token_tensor is not None:
+        return bool(criterion.eos_token_id.tolist() == config._eos_token_tensor.tolist())
+    at_limit = type(criterion) is MaxLengthCriteria and criterion.max_length == config.max_length
+    return at_limit or type(criterion) is MaxTimeCriteria
 
 
 @dataclass(eq=False)
@@ -104,13 +114,11 @@ class TokenGate(StoppingCriteria):
     streamer: BaseStreamer | None
     generator: CarryoverCandidateGenerator
     prompt_length: int
+    once_a_round: bool
     surplus: int = 0
 
     def __post_init__(self) -> None:
         self.length = self.prompt_length
-        # The loop itself cuts a block at the end of text and at the length limit; a clock may be asked once a round.
-        by_loop = EosTokenCriteria | MaxLengthCriteria | MaxTimeCriteria
-        self.once_a_round = all(isinstance(criterion, by_loop) for criterion in self.criteria)
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
         """Whether to stop, ``[1]``; judges the tokens of ``input_ids`` ``[1, T]`` that are new, one by one."""
@@ -150,58 +158,57 @@ def _refuse_lossy_cache(*_: Any, **__: Any) -> None:
 
 
 def check_pair(target: PreTrainedModel, drafter: Any) -> None:
-    """Refuse a drafter that was made for another target, in one sentence."""
-    found = type(target).__name__
-    if target.config.is_encoder_decoder or target._is_stateful:
-        raise ValueError("Carryover drafting expects a decoder-only target without a running state (a rejected draft "
-                         f"could not be taken back), got {found}; leave `assistant_model` out.")  # fmt: skip
-    ours, theirs = drafter.config, target.config.get_text_config(decoder=True)
-    for name, expected, size in (
-        ("vocabulary size", ours.vocab_size, theirs.vocab_size),
-        ("hidden size", ours.hidden_size, theirs.hidden_size),
-        ("number of layers", ours.num_target_layers or theirs.num_hidden_layers, theirs.num_hidden_layers),
-    ):
-        if expected != size:
-            raise ValueError(
-                f"The drafter expects a target with {name} {expected}, got {found} with {size}; use the target it was "
-                "trained for, or a drafter for this target."
-            )
-    ids, last = ours.target_layer_ids, theirs.num_hidden_layers - 1
-    if ids[-1] >= last:
-        raise ValueError(f"The drafter reads layers {ids}, expected below the target's last, got {last}; use another.")
+    """Refuse a drafter that was made for another target."""
+    ours, theirs, name = drafter.config, target.config.get_text_config(decoder=True), type(target).__name__
+    ids, depth = ours.target_layer_ids, theirs.num_hidden_layers
+    _refuse(
+        "use the target that the drafter was trained for, or leave assistant_model out",
+        (target.config.is_encoder_decoder or target._is_stateful,
+         "a decoder-only target without a running state (a rejected draft could not be taken back)", name),
+        (target.device.type == "meta", "a target whose first weights are in memory", f"{name} with offloaded ones"),
+        (ours.vocab_size != theirs.vocab_size, f"vocabulary size {ours.vocab_size}", f"{name}: {theirs.vocab_size}"),
+        (ours.hidden_size != theirs.hidden_size, f"hidden size {ours.hidden_size}", f"{name}: {theirs.hidden_size}"),
+        (ours.num_target_layers not in (None, depth), f"{ours.num_target_layers} target layers", f"{name}: {depth}"),
+        (ids[-1] >= depth - 1, f"its layers {ids} below the target's last, whose output is normalised", depth - 1),
+    )  # fmt: skip
 
 
-def check_options(generation_mode: GenerationMode, config: GenerationConfig) -> None:
-    """Refuse options that drafting cannot honour exactly, in one sentence."""
-    if generation_mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            f"Carryover drafting expects greedy decoding or sampling, got {generation_mode.value}; set `num_beams=1` "
-            "without other search options, or leave `assistant_model` out."
-        )
-    refused = {
+def check_options(mode: GenerationMode, config: GenerationConfig) -> None:
+    """Refuse options that drafting cannot honour exactly."""
+    options = {
         "num_return_sequences": (config.num_return_sequences or 1) > 1,
         "use_cache=False": config.use_cache is False,
         "assistant_ensemble_weight": config.assistant_ensemble_weight is not None,
         "guidance_scale": config.guidance_scale not in (None, 1),
         "dola_layers": config.dola_layers is not None,
-        "a SynthID `watermarking_config`": isinstance(config.watermarking_config, SynthID),
+        "a SynthID watermarking_config": isinstance(config.watermarking_config, SynthID),
     }
-    for name in (name for name, is_set in refused.items() if is_set):
-        raise ValueError(
-            f"Carryover drafting expects generate() without {name}, which changes the text or cannot be taken back "
-            "after a rejected draft; leave it or `assistant_model` out."
-        )
+    _refuse(
+        "leave that option or assistant_model out",
+        (mode != GenerationMode.ASSISTED_GENERATION, "greedy decoding or sampling (num_beams=1)", mode.value),
+        *((is_set, "options that a draft can honour and undo", name) for name, is_set in options.items()),
+    )
 
 
 def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse a batch, and a filled cache together with the ids that it already holds."""
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"Carryover drafting expects one prompt at a time (batch size 1), got {len(input_ids)}; call "
-                         "generate for each, or leave `assistant_model` out.")  # fmt: skip
-    if kwargs.get("position_ids") is not None and kwargs["position_ids"].dim() != 2:
-        raise ValueError("Carryover drafting expects one position a token, got three; leave `assistant_model` out.")
+    """Refuse a batch, and inputs that the library's loop would cut, process twice or never end with."""
+    config, mask, positions = kwargs["generation_config"], kwargs.get("attention_mask"), kwargs.get("position_ids")
     past = 0 if kwargs.get("cache") is None else kwargs["cache"].get_seq_length()
-    mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
-    if 0 < past < length and length == (kwargs["generation_config"]._mask_length if mask is None else mask.shape[1]):
-        raise ValueError(f"Carryover drafting expects only new ids beside a filled cache, got {length} ids and {past} "
-                         "cached rows; pass the new ids with the whole text's `attention_mask`.")  # fmt: skip
+    length, limit = input_ids.shape[1], config.max_length
+    longest = max(c.max_length for c in kwargs["stopping_criteria"] if isinstance(c, MaxLengthCriteria))
+    masked = mask.shape[1] if mask is not None else config._mask_length if past else 0
+    _refuse(
+        "call generate() so, or leave assistant_model out",
+        (len(input_ids) != 1, "one prompt at a time (batch size 1)", len(input_ids)),
+        (positions is not None and positions.dim() != 2, "one position a token", "several"),
+        (longest > limit, f"no length criterion above max_length {limit}", longest),
+        (past > 0 and masked == length, "only new ids, with the whole text's attention_mask, beside a filled cache",
+         f"{length} ids, a mask of {masked} and {past} cached rows"),
+        (mask is not None and masked != length, f"a mask with holes to cover the {length} ids and no more", masked),
+    )  # fmt: skip
+
+
+def _refuse(what_to_do: str, *rules: tuple[bool, str, object]) -> None:
+    for is_broken, expected, found in rules:
+        if is_broken:
+            raise ValueError(f"Carryover drafting expects {expected}, got {found}; {what_to_do}.")

@@ -42,8 +42,14 @@ class OriginStreamer(BaseStreamer):
         style = DRAFT_STYLE if self._is_draft() else OWN_STYLE
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # a character may span several tokens
-            self.console.print(text[len(self.printed) :], style=style, end="", markup=False)
-            self.printed = text
+            self._print(text, style)
+
+    def _print(self, text: str, style: str) -> None:
+        new, self.printed = text[len(self.printed) :], text
+        if self.console.is_terminal:
+            self.console.out(new, style=style, end="", highlight=False)
+        else:  # a file gets the text as it is: rich would expand tabs
+            self.console.file.write(new)
 
     def _is_draft(self) -> bool:
         """Whether the newest token was drafted: of a round's tokens, the accepted drafts come first."""
@@ -54,8 +60,9 @@ class OriginStreamer(BaseStreamer):
         return bool(rounds) and self.place <= rounds[-1].num_accepted
 
     def end(self) -> None:
-        """Finish the line."""
-        self.console.print()
+        """Print what waited for the rest of its character, and finish the line."""
+        self._print(self.tokenizer.decode(self.ids or [], skip_special_tokens=True), OWN_STYLE)
+        self._print(self.printed + "\n", OWN_STYLE)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import ModelOutput
@@ -33,7 +33,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.embedding = target.get_input_embeddings()
         output_head = target.get_output_embeddings()
-        self.head, self.head_place = drafter.proposal_head(output_head), (output_head.weight.device, target.dtype)
+        self.head, self.head_place = drafter.proposal_head(output_head), place_of(output_head, drafter.device)
+        self.embedding_place, self.dtype = place_of(self.embedding, drafter.device), target.dtype
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
@@ -102,8 +103,11 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         Prompt rows under a mask (padding, holes) are no text and never become memory.
         """
         states = [outputs.hidden_states[i].to(self.drafter.device) for i in self.hidden_state_ids]
+        if {(state.dim(), state.shape[-1]) for state in states} != {(3, self.drafter.config.hidden_size)}:
+            raise ValueError(f"The drafter expects hidden states [1, rows, {self.drafter.config.hidden_size}], got "
+                             f"{[list(state.shape) for state in states]}; use another target.")  # fmt: skip
         features = torch.cat(states, dim=-1).to(self.drafter.norm.weight.dtype)  # [1, S, F]
-        is_prompt = self.cache.num_committed == 0
+        is_prompt = len(self.stats.rounds) == 1  # the first round reads the prompt's pass
         num_accepted = features.shape[1] if is_prompt else num_matches + 1
         num_rejected = features.shape[1] - num_accepted
         positions = model_kwargs.get("position_ids")
@@ -111,6 +115,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             anchor = outputs.cache.get_seq_length()
             positions = torch.arange(anchor - num_accepted, anchor + 1)[None]
         positions = positions[:, -num_accepted - 1 :].to(features.device)
+        if positions.shape[1] != num_accepted + 1:
+            raise ValueError(f"The drafter expects {num_accepted + 1} positions, got {positions.shape[1]}; leave "
+                             "prompt tuning (virtual tokens) or assistant_model out.")  # fmt: skip
         mask = model_kwargs.get("attention_mask")
         if is_prompt and mask is not None:
             is_text = mask[0, -num_accepted - 1 :].to(features.device, torch.bool)  # [A + 1]; the anchor always is
@@ -134,7 +141,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         carried = positions[:, -1:] + torch.arange(self.cache.num_carried, device=device)
         block = positions[:, -1:] + torch.arange(config.block_size, device=device)
         hidden = self.drafter(
-            noise_embeds=self.drafter.embed_block(anchor.to(self.embedding.weight.device), self.embedding).to(device),
+            noise_embeds=self.drafter.embed_block(anchor.to(self.embedding_place), self.embedding).to(device),
             context_hidden_states=memory,
             position_ids=torch.cat([positions[:, :-1], carried, block], dim=1),  # [1, A + R + B]
             cache=self.cache,
@@ -150,7 +157,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         the drafts end before the first slot that no token can be drawn from.
         """
         markov, state = self.drafter.markov_head, None
-        logits = self.drafter.slot_logits(hidden.to(*self.head_place), self.head).to(input_ids.device)
+        logits = self.drafter.slot_logits(hidden.to(self.head_place, self.dtype), self.head).to(input_ids.device)
         if markov is None and not self.do_sample and not self.logits_processor:
             return self.drafter.token_ids(logits.argmax(dim=-1)), None
 
@@ -175,11 +182,15 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         return drafts[:, :num_drawn], handed
 
 
+def place_of(module: nn.Module, default: torch.device) -> torch.device:
+    """The device of a lent module; ``default`` if its weights are packed or offloaded, so that it moves its inputs."""
+    devices = [parameter.device for parameter in module.parameters()]
+    return devices[0] if devices and devices[0].type != "meta" else default
+
+
 def longest_draft(drafter: CarryoverDrafterModel) -> int:
     """Most drafts a round may hand over, from the block and ``drafter.draft_length``."""
-    wanted = drafter.draft_length
-    if wanted is None:
-        return drafter.config.num_drafts
-    if type(wanted) is not int or wanted < 1:
+    wanted, longest = drafter.draft_length, drafter.config.num_drafts
+    if wanted is not None and (type(wanted) is not int or wanted < 1):
         raise ValueError(f"`drafter.draft_length` must be None (all drafts) or an integer from 1 on, got {wanted!r}.")
-    return min(wanted, drafter.config.num_drafts)
+    return longest if wanted is None else min(wanted, longest)

@@ -155,18 +155,6 @@ class RecurrentMarkovHead(MarkovHead):
 MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentMarkovHead}
 
 
-class ConfidenceHead(nn.Module):
-    """Logit of a draft being accepted, from its slot and, if so configured, ``e`` of the token before it (DSpark)."""
-
-    def __init__(self, config: CarryoverDrafterConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.markov_rank * config.confidence_head_with_markov, 1)
-
-    def forward(self, *parts: Tensor) -> Tensor:
-        """Slots ``[..., D]`` and maybe embeddings ``[..., r]`` in, logits ``[...]`` out."""
-        return self.proj(torch.cat(parts, dim=-1)).squeeze(-1)
-
-
 class CarryoverDrafterModel(PreTrainedModel):
     """A DFlash or DSpark-derived drafter that can read the target's rejected rows (arXiv 2609.14717).
 
@@ -195,7 +183,9 @@ class CarryoverDrafterModel(PreTrainedModel):
         self.norm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_head_type else None
-        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        # Logit of a draft being accepted, from its slot and, if so configured, ``e`` of the token before it (DSpark).
+        width = config.hidden_size + config.markov_rank * config.confidence_head_with_markov
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if config.enable_confidence_head else None
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
         self.draft_length: int | None = None
@@ -232,7 +222,7 @@ class CarryoverDrafterModel(PreTrainedModel):
         cache: Cache | None = None,
         num_carried: int = 0,
     ) -> BaseModelOutputWithPast:
-        """One drafter pass: new rows into memory, slots out. Arguments are those of Transformers' DFlash generator.
+        """One drafter pass: new rows in, slots ``[1, B, D]`` out. Arguments as in Transformers' DFlash generator.
 
         Args:
             noise_embeds: Embeddings of the block's slots, ``[1, B, D]``.
@@ -241,9 +231,6 @@ class CarryoverDrafterModel(PreTrainedModel):
             attention_mask: 0 where a key is hidden, ``[1, earlier + S + B]``; or boolean, ``[1, 1, B, keys]``.
             cache: Earlier memory. The new rows *and the block's* are appended; who owns the cache trims it.
             num_carried: How many of the last memory rows are carried ones.
-
-        Returns:
-            ``last_hidden_state`` ``[1, B, D]``, and the cache.
         """
         dtype = self.norm.weight.dtype
         memory = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))  # [1, S, D]
@@ -263,8 +250,9 @@ class CarryoverDrafterModel(PreTrainedModel):
         slots = torch.cat([anchor, masks], dim=1)
         if self.config.input_embedding_scale is None:
             return embedding(slots)
-        weight: Tensor = embedding.get_parameter("weight")
-        return F.embedding(slots, weight) * self.config.input_embedding_scale
+        has_rows = isinstance(embedding, nn.Embedding) and embedding.weight.device == slots.device
+        raw = F.embedding(slots, embedding.get_parameter("weight")) if has_rows else embedding(slots)
+        return raw * self.config.input_embedding_scale
 
     def mark_rejected(self, rejected: Tensor) -> Tensor:
         """Rejected rows ``[1, R, F]`` with the carry embedding added, which tells them from committed rows."""
@@ -278,7 +266,7 @@ class CarryoverDrafterModel(PreTrainedModel):
         """
         if self.config.draft_vocab_size is None:
             return output_head
-        if type(output_head) is not nn.Linear:
+        if type(output_head) is not nn.Linear or output_head.weight.device.type == "meta":
             return lambda hidden: output_head(hidden)[..., self.draft_vocab_ids.to(hidden.device)]
         ids = self.draft_vocab_ids.to(output_head.weight.device)
         weight, bias = output_head.weight[ids], None if output_head.bias is None else output_head.bias[ids]
@@ -321,11 +309,7 @@ class CarryoverDrafterModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load like ``PreTrainedModel.from_pretrained``, from safetensors only (a pickle is an OSError).
-
-        Raises:
-            ValueError: A tensor is missing (only ``carry_embedding`` may be: then it is zero) or unknown.
-        """
+        """Load as the base class does, but safetensors only and all tensors; a missing ``carry_embedding`` is zero."""
         kwargs["use_safetensors"] = True
         model, info = super().from_pretrained(name_or_path, *args, output_loading_info=True, **kwargs)
         missing, unknown = set(info["missing_keys"]) - {"carry_embedding"}, set(info["unexpected_keys"])
