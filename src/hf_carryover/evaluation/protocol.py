@@ -61,7 +61,7 @@ def evaluate(
         from hf_carryover.evaluation.plots import draw_plots
     except ImportError as error:
         raise ImportError(
-            'Drawing plots needs matplotlib, which is missing; pip install ".[evaluate]" in a checkout.'
+            'Drawing plots needs matplotlib, which is missing; pip install matplotlib.'
         ) from error
 
     arguments = arguments or EvaluationArguments()
