@@ -93,7 +93,7 @@ def _read_data_set(name: str, config: str, split: str) -> list[Conversation]:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f'Reading the data set {name} needs a package that is missing; pip install datasets.'
+            f"Reading the data set {name} needs a package that is missing; pip install datasets."
         ) from error
     try:
         splits: Mapping[str, Iterable[dict[str, Any]]] = datasets.load_dataset(name, config or None)

@@ -60,9 +60,7 @@ def evaluate(
     try:
         from hf_carryover.evaluation.plots import draw_plots
     except ImportError as error:
-        raise ImportError(
-            'Drawing plots needs matplotlib, which is missing; pip install matplotlib.'
-        ) from error
+        raise ImportError("Drawing plots needs matplotlib, which is missing; pip install matplotlib.") from error
 
     arguments = arguments or EvaluationArguments()
     drafters = {"drafter": drafter} | ({} if control is None else {"control": control})
