@@ -81,8 +81,8 @@ def main() -> None:
     counts = [0, 1, 0, 2, 1, 0, 3, 0]
     ratios = []
     with torch.no_grad():
+        truth = target.generate(prompt, do_sample=False, max_new_tokens=96, eos_token_id=-1, pad_token_id=2)
         while len(ratios) < args.rounds:
-            truth = target.generate(prompt, do_sample=False, max_new_tokens=96, eos_token_id=-1, pad_token_id=2)
             variants = [Variant(target, drafter, prompt, truth, carry=carry) for carry in (False, True)]
             for step in range(40):
                 order = (0, 1) if step % 2 else (1, 0)
