@@ -309,7 +309,7 @@ torch.save((hidden, text), {str(tmp_path / "out.pt")!r})
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, env=environment)
     hidden, text = torch.load(tmp_path / "out.pt")
 
-    torch.testing.assert_close(hidden, run_block(drafter), rtol=0, atol=0)
+    torch.testing.assert_close(hidden, run_block(drafter))
     assert torch.equal(text, plain(target, input_ids=prompt()))
 
 
