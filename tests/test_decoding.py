@@ -770,6 +770,16 @@ def test_a_hybrid_target_that_can_take_back_rejected_drafts_gives_its_own_text(c
     assert accepted(drafter)[:4] == [min(counts[min(i, len(counts) - 1)], 4) for i in range(4)]
 
 
+def test_a_refusal_on_a_hybrid_target_keeps_its_own_sentence():
+    """Such a cache says before the prompt's pass that it cannot be cropped, which is not what is wrong here."""
+    config = AutoConfig.for_model("lfm2", **HYBRID, full_attn_idxs=[1, 3])
+    drafter = make_drafter()
+    drafter.draft_length = 0
+
+    with pytest.raises(ValueError, match=r"`drafter.draft_length` must be None"):
+        plain(AutoModelForCausalLM.from_config(config).eval(), input_ids=prompt(), assistant_model=drafter)
+
+
 def test_a_target_with_a_running_state_is_refused():
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **HYBRID)).eval()
 

@@ -75,10 +75,9 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
             return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
         except ValueError as error:
-            if kwargs.get("cache") is None or kwargs["cache"].is_croppable:
-                raise
-            message = f"Carryover drafting expects a cache that can be cropped, got {kwargs['cache']}"
-            raise ValueError(f"{message}; leave assistant_model out.") from error
+            lossy = "cache that can be cropped" in str(error)  # the library's own sentence
+            _refuse("leave assistant_model out", (lossy, "a cache that can be cropped", kwargs.get("cache")))
+            raise
         finally:
             if streamer is not None:
                 streamer.end()
@@ -123,6 +122,7 @@ class TokenGate(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
         """Whether to stop, ``[1]``; judges the tokens of ``input_ids`` ``[1, T]`` that are new, one by one."""
         done = torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+        self.length = input_ids.shape[1] - 1 if self.once_a_round and self.streamer is None else self.length
         while self.length < input_ids.shape[1] and not done.all():
             self.length += 1
             if self.streamer is not None:
@@ -195,7 +195,7 @@ def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
     config, mask, positions = kwargs["generation_config"], kwargs.get("attention_mask"), kwargs.get("position_ids")
     past = 0 if kwargs.get("cache") is None else kwargs["cache"].get_seq_length()
     length, limit = input_ids.shape[1], config.max_length
-    longest = max(c.max_length for c in kwargs["stopping_criteria"] if isinstance(c, MaxLengthCriteria))
+    longest = max([limit, *(c.max_length for c in kwargs["stopping_criteria"] if isinstance(c, MaxLengthCriteria))])
     masked = mask.shape[1] if mask is not None else config._mask_length if past else 0
     _refuse(
         "call generate() so, or leave assistant_model out",
