@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from hf_carryover import cli
+from hf_carryover import cli, evaluation
 from hf_carryover.evaluation import plots
 from tests.evaluation_fakes import make_tokenizer, write_prompts
 from tests.fakes import make_drafter, make_target
@@ -44,6 +44,25 @@ def test_several_prompt_files_may_follow_one_option(command, prompts, tmp_path, 
     assert "carry-on" in shown
     assert "Tokens a round" in shown
     assert (tmp_path / "out" / "report.md").exists()
+
+
+def test_every_setting_arrives(command, prompts, monkeypatch):
+    arrived = []
+
+    def measure(*args, arguments, **kwargs):
+        arrived.append(arguments)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(evaluation, "evaluate", measure)
+    words = ["--prompts-per-set", "2", "--prompts-per-set", "1", "--temperatures", "0", "--temperatures", "0.5"]
+    words += ["--timed-per-set", "1", "--repeats", "3", "--seed", "7", "--raw"]
+
+    command("--prompts", *prompts, *words)
+    command("--prompts", *prompts)
+
+    given, default = arrived
+    assert given == evaluation.EvaluationArguments([2, 1], 1, 4, [0.0, 0.5], 3, seed=7, raw=True)
+    assert default == evaluation.EvaluationArguments([8], max_new_tokens=4, temperatures=[0.0])
 
 
 def test_a_failed_set_is_told_and_the_others_are_measured(command, prompts, tmp_path, capsys):

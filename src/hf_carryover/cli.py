@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,25 +89,30 @@ def generate(
 
 
 def setting(name: str) -> Any:
-    """The option of one of `EvaluationArguments`, with that field's help."""
-    return typer.Option(help=EvaluationArguments.__dataclass_fields__[name].metadata["help"])
+    """The option of one of `EvaluationArguments`, with that field's default and help."""
+    field = EvaluationArguments.__dataclass_fields__[name]
+    several = isinstance(field.default, tuple)
+    default = list(field.default) if several else field.default
+    shown = " ".join(map(str, field.default)) if several else str(field.default)
+    return typer.Option(help=field.metadata["help"], default_factory=lambda: default, show_default=shown)
 
 
 @app.command()
 def evaluate(
+    *,
     target: TargetOption,
     drafter: Annotated[str, typer.Option(help="Drafter folder or Hub id.")],
     prompts: Annotated[list[str], typer.Option(help="JSONL or text file, or Hub data set; more may follow.")],
     out: Annotated[Path, typer.Option(help="Folder of the report; the same command goes on where it stopped.")],
     more_prompts: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     control: Annotated[str | None, typer.Option(help="A drafter trained alike, without carried rows.")] = None,
-    prompts_per_set: Annotated[Sequence[int], setting("prompts_per_set")] = EvaluationArguments.prompts_per_set,
-    timed_per_set: Annotated[int | None, setting("timed_per_set")] = EvaluationArguments.timed_per_set,
-    max_new_tokens: Annotated[int, setting("max_new_tokens")] = EvaluationArguments.max_new_tokens,
-    temperatures: Annotated[Sequence[float], setting("temperatures")] = EvaluationArguments.temperatures,
-    repeats: Annotated[int, setting("repeats")] = EvaluationArguments.repeats,
-    seed: Annotated[int, setting("seed")] = EvaluationArguments.seed,
-    raw: Annotated[bool, setting("raw")] = EvaluationArguments.raw,
+    prompts_per_set: Annotated[list[int], setting("prompts_per_set")],
+    timed_per_set: Annotated[int | None, setting("timed_per_set")],
+    max_new_tokens: Annotated[int, setting("max_new_tokens")],
+    temperatures: Annotated[list[float], setting("temperatures")],
+    repeats: Annotated[int, setting("repeats")],
+    seed: Annotated[int, setting("seed")],
+    raw: Annotated[bool, setting("raw")],
     dtype: DtypeOption = "auto",
 ) -> None:
     """Measure what a drafter is worth: accepted length, speed beside its rivals, and exactness."""
