@@ -24,6 +24,7 @@ ROWS = [
     {"decoding"},
     {"targets", "conversion", "prompts"},
     {"demo", "evaluation"},
+    {"training"},
     {"cli"},
 ]
 MOST_LINES = {
@@ -44,7 +45,7 @@ MOST_LINES = {
 
 
 # What a package answers in several files; each file has the same limit, and its imports point one way inside, too.
-PACKAGES = {"evaluation": 200}
+PACKAGES = {"evaluation": 200, "training": 320}
 
 
 def source_of(name):

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 
 from hf_carryover.evaluation import EvaluationArguments
+from hf_carryover.training import DataArguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,12 +90,13 @@ def generate(
     notes.print(f"[dim]{given.num_tokens} tokens, {given.num_tokens / given.seconds:.1f} tokens/s{length}[/dim]")
 
 
-def setting(name: str) -> Any:
-    """The option of one of `EvaluationArguments`, with that field's default and help."""
-    field = EvaluationArguments.__dataclass_fields__[name]
-    several = isinstance(field.default, tuple)
-    default = list(field.default) if several else field.default
-    shown = " ".join(map(str, field.default)) if several else str(field.default)
+def setting(name: str, arguments: type[EvaluationArguments | DataArguments] = EvaluationArguments) -> Any:
+    """The option of one of the arguments, with that field's default and help."""
+    field = next(field for field in fields(arguments) if field.name == name)
+    default: Any = field.default
+    shown = str(default)
+    if isinstance(default, tuple):
+        default, shown = list(default), " ".join(map(str, default))
     return typer.Option(help=field.metadata["help"], default_factory=lambda: default, show_default=shown)
 
 
@@ -136,6 +139,63 @@ def evaluate(
     for sentence in problems:
         notes.print(sentence, style="red", markup=False)
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def data(
+    *,
+    target: TargetOption = "smollm2",
+    out: Annotated[Path, typer.Option(help="JSONL file; the same command goes on where it stopped.")],
+    prompts: Annotated[
+        str | None, typer.Option(help="JSONL or text file, or Hub data set; without it, the target invents them.")
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server that runs the target, e.g. http://host:8000/v1.")
+    ] = None,
+    endpoint_model: Annotated[str | None, typer.Option(help="The target's name there; by default its own.")] = None,
+    count: Annotated[int, setting("count", DataArguments)],
+    batch_size: Annotated[int, setting("batch_size", DataArguments)],
+    max_new_tokens: Annotated[int, setting("max_new_tokens", DataArguments)],
+    max_prompt_tokens: Annotated[int, setting("max_prompt_tokens", DataArguments)],
+    temperature: Annotated[float, setting("temperature", DataArguments)],
+    prompt_temperature: Annotated[float, setting("prompt_temperature", DataArguments)],
+    keep_cut: Annotated[bool, setting("keep_cut", DataArguments)],
+    seed: Annotated[int, setting("seed", DataArguments)],
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Let the target answer prompts, or invent and answer them: texts to train a drafter on."""
+    from hf_carryover.training import ServerWriter, TargetWriter, make_data
+
+    arguments = DataArguments(
+        count, batch_size, max_new_tokens, max_prompt_tokens, temperature, prompt_temperature, keep_cut, seed
+    )
+    model, tokenizer = load_model(target, dtype)
+    writer = TargetWriter(model, tokenizer, arguments)
+    server = None if endpoint is None else ServerWriter(endpoint, endpoint_model or target, tokenizer, arguments)
+    counts = make_data(
+        tokenizer, out, answer=(server or writer).answer, invent=writer.invent, prompts=prompts, arguments=arguments,
+        console=notes,
+    )  # fmt: skip
+    console.print(f"{counts.pop('kept', 0)} texts in {out}.")
+    for reason, number in counts.items():
+        console.print(f"{number} dropped: {reason}.")
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(context: typer.Context) -> None:
+    """Train a drafter: a recipe in YAML, or flags, or both (flags win). `train --help` lists them."""
+    from transformers import HfArgumentParser
+
+    from hf_carryover.training import CarryoverTrainingArguments, RecipeArguments, read_recipe, train_drafter
+
+    parser = HfArgumentParser([RecipeArguments, CarryoverTrainingArguments], prog="hf-carryover train [RECIPE.yaml]")
+    recipe, arguments = parser.parse_args_into_dataclasses(read_recipe(context.args))
+    try:
+        train_drafter(recipe, arguments)
+    except KeyboardInterrupt:
+        notes.print("Stopped, and saved; the same command goes on from here.", style="yellow")
+        raise typer.Exit(130) from None
+    console.print(f"The drafter is in {arguments.output_dir}.")
 
 
 def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:

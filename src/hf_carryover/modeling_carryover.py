@@ -83,11 +83,12 @@ class CarryoverAttention(qwen3.Qwen3Attention):
 
     def _mask(self, attention_mask: Tensor | None, keys: Tensor, num_slots: int, num_carried: int) -> Tensor | None:
         """Additive mask ``[1, 1, B, keys]``, the form that every attention function takes; None: all is visible."""
-        num_keys = keys.shape[2]
-        visible = None if attention_mask is None else attention_mask[..., -num_keys:]
-        if self.sliding_window is not None or self.block_is_causal:
-            near = block_visibility(num_keys, num_slots, num_carried, self.sliding_window, self.block_is_causal)
-            visible = near.to(keys.device) if visible is None else near.to(keys.device) & visible
+        num_keys, visible = keys.shape[2], attention_mask
+        if visible is None or visible.dim() == 2:
+            visible = None if visible is None else visible[:, None, None, -num_keys:].bool()
+            if self.sliding_window is not None or self.block_is_causal:
+                near = block_visibility(num_keys, num_slots, num_carried, self.sliding_window, self.block_is_causal)
+                visible = near.to(keys.device) if visible is None else near.to(keys.device) & visible
         if visible is None:
             return None
         mask = torch.zeros_like(visible, dtype=keys.dtype).masked_fill(~visible, torch.finfo(keys.dtype).min)
@@ -218,7 +219,7 @@ class CarryoverDrafterModel(PreTrainedModel):
         noise_embeds: Tensor,
         context_hidden_states: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
         cache: Cache | None = None,
         num_carried: int = 0,
     ) -> BaseModelOutputWithPast:
@@ -228,7 +229,8 @@ class CarryoverDrafterModel(PreTrainedModel):
             noise_embeds: Embeddings of the block's slots, ``[1, B, D]``.
             context_hidden_states: Features of the new memory rows, carried ones last and marked, ``[1, S, F]``.
             position_ids: Positions of those rows and the slots, ``[1, S + B]``.
-            attention_mask: 0 where a key is hidden, ``[1, earlier + S + B]``; or boolean, ``[1, 1, B, keys]``.
+            attention_mask: 0 where a key is hidden, ``[1, earlier + S + B]``; or, where many blocks share a pass, all
+                that slots see, by layer type: boolean, ``[N, 1, slots, keys]``.
             cache: Earlier memory. The new rows *and the block's* are appended; who owns the cache trims it.
             num_carried: How many of the last memory rows are carried ones.
         """
@@ -236,17 +238,14 @@ class CarryoverDrafterModel(PreTrainedModel):
         memory = self.hidden_norm(self.fc(context_hidden_states.to(dtype)))  # [1, S, D]
         block = noise_embeds.to(dtype)
         angles = self.rotary_emb(block, position_ids)  # two of [1, S + B, head_dim]
-        if attention_mask is not None and attention_mask.dim() == 2:
-            attention_mask = attention_mask[:, None, None].bool()
-        for layer in self.layers:
-            block = layer(
-                block, memory, angles=angles, attention_mask=attention_mask, cache=cache, num_carried=num_carried
-            )
+        for kind, layer in zip(self.config.layer_types or (), self.layers, strict=True):
+            mask = attention_mask[kind] if isinstance(attention_mask, dict) else attention_mask
+            block = layer(block, memory, angles=angles, attention_mask=mask, cache=cache, num_carried=num_carried)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(block), cache=cache)
 
     def embed_block(self, anchor: Tensor, embedding: nn.Module) -> Tensor:
-        """The target's embeddings of the anchor ``[1, 1]`` and the mask tokens after it, ``[1, B, D]``."""
-        masks = anchor.new_full((1, self.config.block_size - 1), self.config.mask_token_id)
+        """The target's embeddings of anchors ``[N, 1]`` and the mask tokens after them, ``[N, B, D]``."""
+        masks = anchor.new_full((len(anchor), self.config.block_size - 1), self.config.mask_token_id)
         slots = torch.cat([anchor, masks], dim=1)
         if self.config.input_embedding_scale is None:
             return embedding(slots)

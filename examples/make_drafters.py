@@ -1,0 +1,49 @@
+"""Make the four drafters of SmolLM2: two baselines, and Carryover and control from each.
+
+    python examples/make_drafters.py --data smollm2_selfchat.jsonl.gz --out runs
+
+The same call goes on where an interrupted one stopped. ``--share 0.01`` tries everything in a hundredth of the steps;
+``--bf16`` on a GPU. Further flags go to every training.
+"""
+
+import argparse
+import subprocess
+from pathlib import Path
+
+import yaml
+
+RECIPES = Path(__file__).parent / "recipes"
+# Each with what it starts from.
+DRAFTERS = {
+    "smollm2-dflash": None,
+    "smollm2-dflash-carryover": "smollm2-dflash",
+    "smollm2-dflash-control": "smollm2-dflash",
+    "smollm2-markov": "smollm2-dflash",
+    "smollm2-markov-carryover": "smollm2-markov",
+    "smollm2-markov-control": "smollm2-markov",
+}
+
+
+def main() -> None:
+    """Run the trainings that are not finished, in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=1.0, help="share of the recipes' steps")
+    parser.add_argument("--only", nargs="*", default=list(DRAFTERS), help="some of: " + ", ".join(DRAFTERS))
+    options, further = parser.parse_known_args()
+    for name in options.only:
+        out, start = options.out / name, DRAFTERS[name]
+        if (out / "training.json").exists():
+            print(f"{name} is finished: {out}")
+            continue
+        recipe = RECIPES / f"{name}.yaml"
+        steps = max(1, round(yaml.safe_load(recipe.read_text())["max_steps"] * options.share))
+        command = ["hf-carryover", "train", recipe, "--data", options.data, "--output_dir", out, "--max_steps", steps]
+        command += ["--drafter", options.out / start] if start else []
+        print(f"== {name} ==", flush=True)
+        subprocess.run([*map(str, command), *further], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""How is a drafter trained? Everything that can be set, each once, with its help."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import IntervalStrategy, SchedulerType, TrainingArguments
+
+STAGES = ("baseline", "carryover", "control")
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class CarryoverTrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments` with the settings of drafting; defaults are those that paid on two CPU cores.
+
+    Raises:
+        ValueError: A setting is out of its range; the message names it.
+    """
+
+    stage: str = _setting(
+        "baseline", "baseline; carryover (draft, verify, draft); or control: the same, not carrying."
+    )
+    num_anchors: int = _setting(64, "Blocks drafted in a text, at most one for each token of its answer.")
+    steps_per_reading: int = _setting(2, "Optimizer steps on each pass of the target, with fresh anchors.")
+    ce_weight: float = _setting(1.0, "Weight of cross-entropy on the recorded tokens.")
+    l1_weight: float = _setting(0.0, "Weight of the L1 distance to the target's probabilities (DSpark: 0.9, CE 0.1).")
+    kd_weight: float = _setting(0.0, "Weight of distillation from the target's probabilities.")
+    confidence_weight: float = _setting(0.0, "Weight of the confidence head's loss.")
+    confidence_detach: bool = _setting(True, "Keep the confidence head's gradient out of the layers below it.")
+    slot_weights: str = _setting("decay", "decay: exp(-(k - 1) / gamma); dpace: what a slot is worth to acceptance.")
+    gamma: float = _setting(4.0, "Slots over which the weight falls to 1/e.")
+    matrix_optimizer: str = _setting("muon", "muon for matrices (AdamW for the rest), or adamw for all.")
+    carry_scale: float = _setting(0.3, "First size of the carry embedding, in units of each target layer's rms.")
+    carry_learning_rate: float = _setting(0.003, "The carry embedding's learning rate, in the same units.")
+    validation_every: int = _setting(50, "Every how manieth text is kept out of training, to validate with.")
+    validation_texts: int = _setting(32, "Texts that the validation loss is taken on.")
+    validation_prompts: int = _setting(4, "Prompts that validation generates on, by real rounds.")
+    validation_tokens: int = _setting(48, "New tokens on each of them.")
+
+    # The library's own settings, with defaults that fit.
+    per_device_train_batch_size: int = _setting(8, "Texts a step and process.")
+    learning_rate: float = _setting(3e-3, "Peak learning rate.")
+    lr_scheduler_type: SchedulerType | str = field(
+        default="cosine", metadata={"help": "Schedule of the learning rate."}
+    )
+    warmup_steps: float = _setting(0.04, "Steps of warm-up, or, below 1, their share.")
+    max_steps: int = _setting(600, "Optimizer steps.")
+    logging_steps: float = _setting(10, "Steps between two lines of the log.")
+    save_steps: float = _setting(100, "Steps between two checkpoints.")
+    save_total_limit: int | None = _setting(2, "Checkpoints that are kept.")
+    eval_strategy: IntervalStrategy | str = field(default="steps", metadata={"help": "When to validate."})
+    eval_steps: float | None = _setting(100, "Steps between two validations.")
+    remove_unused_columns: bool = _setting(False, "Leave this off: the loss reads every column.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choices: tuple[tuple[str, tuple[str, ...]], ...] = (
+            ("stage", STAGES),
+            ("slot_weights", ("decay", "dpace")),
+            ("matrix_optimizer", ("muon", "adamw")),
+        )
+        for name, known in choices:
+            if vars(self)[name] not in known:
+                raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {vars(self)[name]!r}.")
+        for name in ("num_anchors", "steps_per_reading", "validation_prompts", "validation_tokens"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {vars(self)[name]}.")
+        weights = (self.ce_weight, self.l1_weight, self.kd_weight, self.confidence_weight)
+        if min(weights) < 0 or max(weights[:3]) == 0:
+            raise ValueError(f"Loss weights must not be negative, and one of CE, L1 and KD positive, got {weights}.")
+        if self.validation_every < 2:
+            raise ValueError(f"`validation_every` must be at least 2, got {self.validation_every}.")
+        if not self.gamma > 0:
+            raise ValueError(f"`gamma` must be positive, got {self.gamma}.")

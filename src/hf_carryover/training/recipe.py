@@ -1,0 +1,281 @@
+"""From a bare target to a drafter folder: what to start from, what to learn, and the record of how it was made."""
+
+import json
+import logging
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from hf_carryover.configuration_carryover import CarryoverDrafterConfig
+from hf_carryover.conversion import load_drafter
+from hf_carryover.decoding import check_pair
+from hf_carryover.evaluation.machine import describe_machine
+from hf_carryover.modeling_carryover import CarryoverDrafterModel
+from hf_carryover.targets import load_target
+from hf_carryover.training.arguments import CarryoverTrainingArguments
+from hf_carryover.training.data import Example, Examples, most_used_tokens, read_examples
+from hf_carryover.training.trainer import CarryoverTrainer
+
+logger = logging.getLogger(__name__)
+
+RECORD = "training.json"
+COMPLETE = "complete"  # the name of a checkpoint's mark
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RecipeArguments:
+    """What is trained: target, data, and a drafter to start from or the shape of a new one."""
+
+    target: str = _setting("smollm2", "Embedded target, model folder or Hub id.")
+    data: str = _setting("data.jsonl", "JSONL (or .gz) of the target's own answers.")
+    drafter: str | None = _setting(None, "Drafter folder or Hub id to start from; without one, a new drafter.")
+    max_length: int | None = _setting(None, "Longer texts are left out; without it they are an error.")
+    num_layers: int | None = _setting(None, "Layers of a new drafter; 3, if not given.")
+    num_target_layers: int | None = _setting(None, "Target layers that a new drafter reads, evenly spaced; 5.")
+    block_size: int | None = _setting(None, "Slots of a block; the drafter's own, or 8.")
+    sample_from_anchor: bool | None = _setting(None, "Whether the anchor's slot drafts; the drafter's own, or no.")
+    markov_head: str | None = _setting(None, "vanilla, gated or rnn; the drafter's own, or none.")
+    markov_rank: int | None = _setting(None, "Rank of the Markov head.")
+    confidence_head: bool | None = _setting(None, "Whether there is a confidence head; the drafter's own, or no.")
+    draft_vocab: int | None = _setting(None, "Propose only the so many tokens that the answers use most.")
+    mask_token_id: int | None = _setting(None, "New: token of the mask slots; by default an unused special token.")
+
+
+def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> CarryoverDrafterModel:
+    """Train as the recipe says, into ``args.output_dir``; the same call goes on where an interrupted one stopped.
+
+    The folder holds the drafter and ``training.json``, how it was made. Ctrl-C saves a checkpoint and stops.
+
+    Raises:
+        FileNotFoundError: The data is missing.
+        ValueError: Data, drafter or settings do not fit; the folder holds a finished drafter.
+        KeyboardInterrupt: Ctrl-C was pressed; the checkpoint is written.
+    """
+    out = Path(args.output_dir)
+    if (out / RECORD).exists():
+        raise ValueError(f"Expected a folder without a finished drafter at {out}, found {RECORD}; choose another.")
+    target, tokenizer = load_target(
+        recipe.target, dtype=torch.bfloat16 if args.bf16 else torch.float32, device=args.device
+    )
+    data = read_examples(recipe.data, tokenizer, max_length=_longest(target, recipe))
+    if recipe.max_length is None and any(reason.startswith("longer") for reason in data.dropped):
+        raise ValueError(f"Expected texts that fit the target's context, found {dict(data.dropped)}; leave them out "
+                         f"with `--max_length {_longest(target, recipe)}`.")  # fmt: skip
+    examples, validation = data.split(args.validation_every)
+    drafter = starting_drafter(recipe, target, tokenizer, examples)
+    check_pair(target, drafter)
+    interruption = Interruption()
+    trainer = CarryoverTrainer(
+        drafter, target, args=args, examples=examples, validation=validation,
+        callbacks=[interruption, MarkComplete()],
+    )  # fmt: skip
+    with interruption:
+        trainer.train(resume_from_checkpoint=last_checkpoint(out))
+    if interruption.happened:
+        raise KeyboardInterrupt
+    drafter.save_pretrained(out)
+    (out / RECORD).write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
+    return drafter
+
+
+def read_recipe(words: Sequence[str]) -> list[str]:
+    """Command-line words with a leading YAML file turned into flags before them, so that given flags win.
+
+    Raises:
+        ValueError: The file is missing or is not a flat mapping.
+    """
+    if not words or words[0].startswith("-"):
+        return list(words)
+    path = Path(words[0])
+    if not path.is_file():
+        raise ValueError(f"Expected a recipe (YAML) at {path}, found no file; check the path.")
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
+        raise ValueError(
+            f"Expected `name: value` lines in {path}, found {type(settings).__name__}; see examples/recipes."
+        )
+    flags = [(f"--{name}", str(value)) for name, value in settings.items() if value is not None]
+    return [word for flag in flags for word in flag] + list(words[1:])
+
+
+def starting_drafter(
+    recipe: RecipeArguments,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+) -> CarryoverDrafterModel:
+    """The recipe's drafter, in fp32: new, or loaded and changed where the recipe says so; what it lacks is random.
+
+    Raises:
+        ValueError: The recipe changes what loaded weights depend on.
+    """
+    changes = _changes(recipe)
+    if recipe.drafter is None:
+        drafter = CarryoverDrafterModel(new_config(recipe, target, tokenizer, changes))
+    else:
+        drafter = load_drafter(recipe.drafter, target=target, dtype=torch.float32)
+        old = drafter.config
+        if recipe.num_layers not in (None, old.num_hidden_layers) or recipe.num_target_layers is not None:
+            raise ValueError(f"Expected the layers of {recipe.drafter} ({old.num_hidden_layers}, reading "
+                             f"{old.target_layer_ids}), found others in the recipe; leave them out.")  # fmt: skip
+        if recipe.draft_vocab is not None and old.markov_head_type is not None:
+            raise ValueError("Expected a drafter without a Markov head to give a draft vocabulary to, found "
+                             f"{old.markov_head_type}; its W2 has a row for each token.")  # fmt: skip
+        if changes:
+            changed = CarryoverDrafterModel(CarryoverDrafterConfig(**(old.to_dict() | changes)))
+            changed.load_state_dict(drafter.state_dict(), strict=False)
+            drafter = changed
+    if recipe.draft_vocab is not None:
+        eos = target.generation_config.eos_token_id
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        chosen, covered = most_used_tokens(examples, recipe.draft_vocab, always=ends)
+        drafter.draft_vocab_ids.copy_(chosen)
+        logger.warning("The draft vocabulary of %d covers %.2f %% of the answers.", len(chosen), 100 * covered)
+    return drafter
+
+
+def _changes(recipe: RecipeArguments) -> dict[str, Any]:
+    """The recipe's settings that are fields of a drafter's configuration."""
+    named = {
+        "block_size": recipe.block_size,
+        "sample_from_anchor": recipe.sample_from_anchor,
+        "markov_head_type": recipe.markov_head,
+        "markov_rank": recipe.markov_rank,
+        "enable_confidence_head": recipe.confidence_head,
+        "draft_vocab_size": recipe.draft_vocab,
+        "mask_token_id": recipe.mask_token_id,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def new_config(
+    recipe: RecipeArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, changes: dict[str, Any]
+) -> CarryoverDrafterConfig:
+    """A drafter of the target's width and head sizes that reads evenly spaced layers, from 1 to the third last."""
+    theirs = target.config.get_text_config().to_dict()
+    last, count = max(theirs["num_hidden_layers"] - 3, 0), recipe.num_target_layers or 5
+    layers = {round(min(1, last) + i * (last - min(1, last)) / max(count - 1, 1)) for i in range(count)}
+    heads = theirs["num_attention_heads"]
+    fields = {
+        "block_size": 8,
+        "sample_from_anchor": False,
+        "target_layer_ids": sorted(layers),
+        "vocab_size": theirs["vocab_size"],
+        "hidden_size": theirs["hidden_size"],
+        "intermediate_size": theirs.get("intermediate_size") or 4 * theirs["hidden_size"],
+        "num_hidden_layers": recipe.num_layers or 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": theirs.get("num_key_value_heads") or heads,
+        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
+        "rope_parameters": _rope(theirs),
+        "max_position_embeddings": theirs.get("max_position_embeddings", 32768),
+        "num_target_layers": theirs["num_hidden_layers"],
+        "final_logit_softcapping": theirs.get("final_logit_softcapping"),
+    }
+    if recipe.mask_token_id is None:
+        fields["mask_token_id"] = unused_token(tokenizer)
+    return CarryoverDrafterConfig(**(fields | changes))
+
+
+def unused_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The last special token that neither ends, begins nor pads text, nor stands in the chat template."""
+    known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    template = tokenizer.chat_template or ""
+    free = [i for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special and i not in known and token.content not in template]  # fmt: skip
+    if not free:
+        raise ValueError("Expected a special token that texts do not use, found none; name one: `--mask_token_id`.")
+    return max(free)
+
+
+def last_checkpoint(out: Path) -> str | None:
+    """The newest checkpoint that was written to its end."""
+    whole = [path.parent for path in out.glob(f"checkpoint-*/{COMPLETE}")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+class MarkComplete(TrainerCallback):
+    """Marks a checkpoint once it is whole, so that one cut short by a full disk is never resumed from."""
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        """Called after everything is written."""
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+class Interruption(TrainerCallback):
+    """Within its context, Ctrl-C ends training after the current step, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def __enter__(self) -> None:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        self.happened = True
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        """Save and stop."""
+        if self.happened:
+            control.should_save = control.should_training_stop = True
+
+
+def _longest(target: PreTrainedModel, recipe: RecipeArguments) -> int:
+    context: int = target.config.get_text_config().to_dict().get("max_position_embeddings", sys.maxsize)
+    if (recipe.max_length or 0) > context:
+        raise ValueError(f"`max_length` must be at most the target's context, {context}, got {recipe.max_length}.")
+    return recipe.max_length or context
+
+
+def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The target's rotary base; other kinds of scaling are not copied, since a drafter learns its own positions."""
+    rope = theirs.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    return {"rope_theta": rope.get("rope_theta", 10000.0), "rope_type": "default"}
+
+
+def _record(recipe: RecipeArguments, trainer: CarryoverTrainer, data: Examples) -> dict[str, Any]:
+    """How the drafter was made: command, data, steps, time, machine, and the log."""
+    args, state = trainer.args, trainer.state
+    settings = {
+        name: value for name, value in args.to_dict().items() if name in CarryoverTrainingArguments.__annotations__
+    }
+    return {
+        "command": shlex.join(sys.argv),
+        "recipe": vars(recipe),
+        "arguments": settings | {"seed": args.seed, "gradient_accumulation_steps": args.gradient_accumulation_steps},
+        "texts": len(trainer.examples),
+        "texts_left_out": dict(data.dropped),
+        "steps": state.global_step,
+        "epochs": state.epoch,
+        "seconds": max((line.get("seconds", 0.0) for line in state.log_history), default=0.0),
+        "machine": describe_machine(trainer.rehearsal.target),
+        "log": state.log_history,
+    }

@@ -1,0 +1,280 @@
+"""What would decoding see here? Draft, verify and draft again, at many anchors of recorded texts in parallel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_carryover.modeling_carryover import CarryoverAttention, CarryoverDrafterModel
+
+NO_ANCHOR = -1
+
+
+class Texts(NamedTuple):
+    """Recorded texts, right-padded: ids and mask ``[N, T]``; tokens from ``ends`` ``[N]`` on are padding."""
+
+    input_ids: Tensor
+    ends: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """True for text, ``[N, T]``."""
+        return torch.arange(self.input_ids.shape[1], device=self.ends.device) < self.ends[:, None]
+
+
+class Reading(NamedTuple):
+    """The target's pass over texts: features ``[N, T, F]``, last hidden states ``[N, T, D]``, and its cache."""
+
+    features: Tensor
+    last_hidden: Tensor
+    cache: DynamicCache
+
+
+class Rejected(NamedTuple):
+    """Rows of N x M branches: features ``[N, M, K, F]``, positions and which of them are rejected, ``[N, M, K]``."""
+
+    features: Tensor
+    positions: Tensor
+    is_rejected: Tensor
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A drafter and its frozen target, run at anchors ``[N, M]`` (-1: none) of recorded texts.
+
+    All blocks and branches of a text share one pass; masks keep them apart, so that each sees what it would see while
+    decoding (METHOD: parallel draft, verify, draft).
+    """
+
+    drafter: CarryoverDrafterModel
+    target: PreTrainedModel
+
+    @torch.no_grad()
+    def read(self, texts: Texts) -> Reading:
+        """The target's own pass over the texts; its head is not run."""
+        layers = [i + 1 for i in self.drafter.config.target_layer_ids]
+        # A cache without the target's configuration: sliding layers keep all rows, and masks say what they see.
+        outputs = self.target.get_decoder()(
+            input_ids=texts.input_ids, attention_mask=texts.mask.long(), cache=DynamicCache(), use_cache=True,
+            output_hidden_states=layers,
+        )  # fmt: skip
+        features = torch.cat([outputs.hidden_states[i] for i in layers], dim=-1)  # [N, T, F]
+        return Reading(features, outputs.last_hidden_state, outputs.cache)
+
+    def draft(
+        self,
+        texts: Texts,
+        reading: Reading,
+        anchors: Tensor,
+        rejected: Rejected | None = None,
+        *,
+        forward: Callable[..., Any] | None = None,
+    ) -> Tensor:
+        """One drafter pass over all blocks; returns the drafting slots' last hidden states ``[N, M, K, D]``.
+
+        A block sees the memory rows before its anchor, itself, and its own branch's rejected rows. ``forward`` stands
+        in for the drafter where something is wrapped around it.
+        """
+        config, (num_texts, num_blocks) = self.drafter.config, anchors.shape
+        known = anchors.clamp(min=0)
+        block = self.drafter.embed_block(
+            texts.input_ids.gather(1, known).view(-1, 1), self.target.get_input_embeddings()
+        ).view(num_texts, num_blocks * config.block_size, -1)  # [N, M B, D]
+        slots = known[..., None] + torch.arange(config.block_size, device=known.device)  # [N, M, B]
+        memory = reading.features  # [N, T, F]
+        positions = [torch.arange(memory.shape[1], device=known.device).expand(num_texts, -1)]
+        if rejected is not None:
+            marked = self.drafter.mark_rejected(rejected.features.flatten(1, 2).to(self.drafter.norm.weight.dtype))
+            memory = torch.cat([memory.to(marked.dtype), marked], dim=1)  # [N, T + M K, F]
+            positions.append(rejected.positions.flatten(1))
+        hidden = (forward or self.drafter)(
+            noise_embeds=block,
+            context_hidden_states=memory,
+            position_ids=torch.cat([*positions, slots.flatten(1)], dim=1),
+            attention_mask=block_masks(self.drafter, texts, anchors, rejected),
+        ).last_hidden_state  # [N, M B, D]
+        first = 0 if config.sample_from_anchor else 1
+        return hidden.view(num_texts, num_blocks, config.block_size, -1)[:, :, first : first + config.num_drafts]
+
+    @torch.no_grad()
+    def propose(self, texts: Texts, anchors: Tensor, hidden: Tensor) -> Tensor:
+        """Greedy drafts ``[N, M, K]`` of slots ``[N, M, K, D]``; a Markov head reads the drafts it made."""
+        logits = self.slot_logits(hidden)
+        markov, state = self.drafter.markov_head, None
+        if markov is None:
+            return self.drafter.token_ids(logits.argmax(-1))
+        previous, drafts = texts.input_ids.gather(1, anchors.clamp(min=0)), []
+        for slot in range(hidden.shape[2]):
+            bias, state = markov(previous, hidden[:, :, slot], state)
+            previous = self.drafter.token_ids((logits[:, :, slot] + bias).argmax(-1))  # [N, M]
+            drafts.append(previous)
+        return torch.stack(drafts, dim=-1)
+
+    def teacher_forced(self, texts: Texts, anchors: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[N, M, K, V]`` and confidence logits ``[N, M, K]`` of slots, after the recorded tokens."""
+        logits, confidences = self.slot_logits(hidden), []
+        markov, confidence, state = self.drafter.markov_head, self.drafter.confidence_head, None
+        previous = recorded(
+            texts, anchors, hidden.shape[2], first=0, missing=0
+        )  # [N, M, K]: the token before each draft
+        biases = []
+        for slot in range(hidden.shape[2] if markov is not None or confidence is not None else 0):
+            here = hidden[:, :, slot]
+            if markov is not None:
+                embedding = markov.markov_w1(previous[:, :, slot])
+                mixed, state = markov.mix(embedding, here, state)
+                biases.append(mixed)
+            if confidence is not None:
+                reads = self.drafter.config.confidence_head_with_markov
+                confidences.append(confidence["proj"](torch.cat([here, embedding], dim=-1) if reads else here))
+        if markov is not None:
+            logits = logits + markov.markov_w2(torch.stack(biases, dim=2))
+        return logits, torch.stack(confidences, dim=2)[..., 0] if confidence is not None else None
+
+    def slot_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of slots ``[..., D]`` through the target's own head, fp32 ``[..., V]``."""
+        head = self.target.get_output_embeddings()
+        return self.drafter.slot_logits(hidden.to(self.target.dtype), self.drafter.proposal_head(head))
+
+    def accept(self, texts: Texts, anchors: Tensor, drafts: Tensor) -> Tensor:
+        """How many drafts ``[N, M, K]`` are kept, ``[N, M]``: those before the first that is not the recorded token.
+
+        For greedy and sampled answers alike: the memory after the branch is the recorded text's.
+        """
+        right = drafts == recorded(texts, anchors, drafts.shape[2], first=1)
+        return right.long().cumprod(-1).sum(-1)
+
+    @torch.no_grad()
+    def verify(
+        self, texts: Texts, reading: Reading, anchors: Tensor, drafts: Tensor, num_accepted: Tensor
+    ) -> Rejected:
+        """The target's rows of drafts ``[N, M, K]`` after each anchor, and which of them are rejected.
+
+        All branches of a text run in one pass of the target over its own cache, which is left as it was found.
+        """
+        (_, num_blocks, num_drafts), known = drafts.shape, anchors.clamp(min=0)
+        num_rows = num_drafts + 1
+        tokens = torch.cat([texts.input_ids.gather(1, known)[..., None], drafts], dim=-1)  # [N, M, K + 1]
+        positions = known[..., None] + torch.arange(num_rows, device=known.device)  # [N, M, K + 1]
+        layers = [i + 1 for i in self.drafter.config.target_layer_ids]
+        outputs = self.target.get_decoder()(
+            input_ids=tokens.flatten(1), attention_mask=branch_masks(self.target, texts, positions),
+            position_ids=positions.flatten(1), cache=reading.cache, use_cache=True, output_hidden_states=layers,
+        )  # fmt: skip
+        reading.cache.crop(-num_blocks * num_rows)
+        rows = torch.cat([outputs.hidden_states[i] for i in layers], dim=-1).view(*tokens.shape, -1)
+        # Row 0 is the anchor's, which always stays; of the drafts' rows those after the accepted ones are rejected.
+        is_rejected = torch.arange(num_drafts, device=known.device) >= num_accepted[..., None]
+        return Rejected(rows[:, :, 1:], positions[:, :, 1:], is_rejected)
+
+    @torch.no_grad()
+    def attention_mass(self, texts: Texts, reading: Reading, anchors: Tensor, rejected: Rejected) -> float:
+        """Share of attention probability on rejected rows: mean over layers, heads and slots of blocks that have some.
+
+        The definition of `evaluate`, on the first text of the batch.
+        """
+        first = Texts(*(part[:1] for part in texts))
+        read = Reading(reading.features[:1], reading.last_hidden[:1], reading.cache)
+        branches, masses = Rejected(*(part[:1] for part in rejected)), []
+        num_memory, num_branch = read.features.shape[1], branches.is_rejected.numel()
+        carries = ((anchors[0] >= 0) & branches.is_rejected[0].any(-1)).repeat_interleave(
+            self.drafter.config.block_size
+        )
+
+        def look(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG001
+            on_rejected = output[1][..., num_memory : num_memory + num_branch].sum(-1)  # [1, H, M B]
+            masses.append(on_rejected[..., carries].mean())
+
+        hooks = [layer.get_submodule("self_attn").register_forward_hook(look) for layer in self.drafter.layers]
+        implementation = self.drafter.config._attn_implementation
+        self.drafter.set_attn_implementation("eager")
+        try:
+            self.draft(first, read, anchors[:1], branches)
+        finally:
+            self.drafter.set_attn_implementation(implementation)
+            for hook in hooks:
+                hook.remove()
+        return torch.stack(masses).mean().item() if carries.any() else 0.0
+
+    def next_anchors(self, texts: Texts, anchors: Tensor, num_accepted: Tensor) -> Tensor:
+        """Where the next round stands, ``a + m + 1``; none where no token follows it."""
+        following = anchors + num_accepted + 1
+        return following.where((anchors >= 0) & (following < texts.ends[:, None] - 1), NO_ANCHOR)
+
+
+def recorded(texts: Texts, anchors: Tensor, count: int, *, first: int, missing: int = NO_ANCHOR) -> Tensor:
+    """Recorded tokens ``first ..`` after each anchor, ``[N, M, count]``; ``missing`` past the end."""
+    places = anchors.clamp(min=0)[..., None] + first + torch.arange(count, device=anchors.device)  # [N, M, count]
+    exists = (places < texts.ends[:, None, None]) & (anchors[..., None] >= 0)
+    flat = places.clamp(max=texts.input_ids.shape[1] - 1).flatten(1)
+    return texts.input_ids.gather(1, flat).view(places.shape).where(exists, missing)
+
+
+def block_masks(
+    drafter: CarryoverDrafterModel, texts: Texts, anchors: Tensor, rejected: Rejected | None
+) -> dict[str, Tensor]:
+    """What each block's slots see, for each layer type, ``[N, 1, M B, keys]``: memory, rejected rows, blocks.
+
+    The same rules as in decoding, by position: memory before the anchor, in sliding layers less than a window away;
+    the branch's own rejected rows always; the own block, in causal layers not the slots after.
+    """
+    config, device = drafter.config, anchors.device
+    num_texts, num_blocks = anchors.shape
+    slot = torch.arange(config.block_size, device=device)
+    own = torch.eye(num_blocks, dtype=torch.bool, device=device)  # [M, M]
+    memory = torch.arange(texts.input_ids.shape[1], device=device)
+    before = (memory < anchors[..., None]) & texts.mask[:, None]  # [N, M, T]
+    before = before[:, :, None].expand(-1, -1, config.block_size, -1)  # [N, M, B, T]
+    carried = before[..., :0]
+    if rejected is not None:
+        carried = own[None, :, :, None] & rejected.is_rejected[:, None]  # [N, M, M, K]
+        carried = carried.flatten(2)[:, :, None].expand(-1, -1, config.block_size, -1)
+    masks = {}
+    for layer_type, layer in attentions(drafter).items():
+        window = layer.sliding_window or texts.input_ids.shape[1] + config.block_size
+        distance = slot[:, None] - slot  # [B, B]
+        near = distance.abs() < window
+        if layer.block_is_causal:
+            near &= distance >= 0
+        inside = (own[:, None, :, None] & near[None, :, None]).flatten(2)  # [M, B, M B]
+        seen = before & ((anchors[..., None] + slot)[..., None] - memory < window)  # [N, M, B, T]
+        whole = torch.cat([seen, carried, inside.expand(num_texts, -1, -1, -1)], dim=-1)
+        masks[layer_type] = whole.flatten(1, 2)[:, None]
+    return masks
+
+
+def attentions(drafter: CarryoverDrafterModel) -> dict[str, CarryoverAttention]:
+    """An attention of each layer type."""
+    found = [layer.get_submodule("self_attn") for layer in drafter.layers]
+    return {module.layer_type: module for module in found if isinstance(module, CarryoverAttention)}
+
+
+def branch_masks(target: PreTrainedModel, texts: Texts, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    """What branches' rows at positions ``[N, M, S]`` see of text and branches, additive ``[N, 1, M S, T + M S]``.
+
+    The text before the branch and the branch up to the row; targets with sliding layers get a mask for each kind.
+    """
+    num_texts, num_blocks, num_rows = positions.shape
+    memory = torch.arange(texts.input_ids.shape[1], device=positions.device)
+    before = ((memory < positions[..., :1]) & texts.mask[:, None])[:, :, None].expand(-1, -1, num_rows, -1)
+    own = torch.eye(num_blocks, dtype=torch.bool, device=positions.device)[:, None, :, None]
+    row = torch.arange(num_rows, device=positions.device)
+    ago = row[:, None] - row  # [S, S]
+
+    def additive(window: int) -> Tensor:
+        near = positions[..., None] - memory < window  # [N, M, S, T]
+        inside = (own & (ago >= 0)[None, :, None] & (ago < window)[None, :, None]).flatten(2)  # [M, S, M S]
+        visible = torch.cat([before & near, inside.expand(num_texts, -1, -1, -1)], dim=-1).flatten(1, 2)[:, None]
+        hidden = torch.finfo(target.dtype).min
+        return torch.zeros_like(visible, dtype=target.dtype).masked_fill(~visible, hidden)
+
+    config = target.config.get_text_config().to_dict()
+    window, kinds = config.get("sliding_window"), set(config.get("layer_types") or ["sliding_attention"])
+    if window is None or kinds == {"full_attention"}:
+        return additive(int(positions.max()) + 1)
+    if kinds == {"sliding_attention"}:
+        return additive(window)
+    return {"full_attention": additive(int(positions.max()) + 1), "sliding_attention": additive(window)}

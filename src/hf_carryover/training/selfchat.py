@@ -1,0 +1,283 @@
+"""Where do training texts come from? The target answers prompts, given or its own; bad text is dropped."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import InferenceClient
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_carryover.prompts import Conversation, read_prompts
+from hf_carryover.training.data import answers_of, render
+
+# Under these the target invents user turns; each pulls towards another kind of text.
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You help a student with mathematics, step by step.",
+    "You are an expert programmer who answers with code.",
+    "You translate and explain languages.",
+    "You summarise and rewrite the texts that the user pastes.",
+    "You answer questions about a document that the user pastes.",
+    "You are an encyclopedia: short questions, factual answers.",
+    "You write stories, letters and articles.",
+)
+MARK = "\u241fmark\u241f"
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """How texts are made; each field's help is what the command line shows."""
+
+    count: int = _setting(1000, "Texts to make; with prompts given, at most one for each.")
+    batch_size: int = _setting(32, "Texts that are generated together.")
+    max_new_tokens: int = _setting(320, "Tokens of an answer, at most.")
+    max_prompt_tokens: int = _setting(256, "Tokens of an invented user turn, at most.")
+    temperature: float = _setting(0.0, "Of the answers; 0 is greedy.")
+    prompt_temperature: float = _setting(0.9, "Of the invented user turns.")
+    keep_cut: bool = _setting(False, "Keep answers that the length limit cut.")
+    seed: int = _setting(0, "Seed of all sampling.")
+
+    def __post_init__(self) -> None:
+        for name in ("count", "batch_size", "max_new_tokens", "max_prompt_tokens"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {vars(self)[name]}.")
+        if min(self.temperature, self.prompt_temperature) < 0:
+            raise ValueError(f"Temperatures must be at least 0, got {self.temperature}, {self.prompt_temperature}.")
+
+
+class Answer(NamedTuple):
+    """Ids of an answer, and whether it ended by itself."""
+
+    ids: list[int]
+    finished: bool
+
+
+def make_data(
+    tokenizer: PreTrainedTokenizerBase,
+    out: str | Path,
+    *,
+    answer: Callable[[Sequence[list[int]], Sequence[Conversation], int], list[Answer]],
+    invent: Callable[[int], list[str]] | None = None,
+    prompts: str | Path | None = None,
+    arguments: DataArguments | None = None,
+    console: Console | None = None,
+) -> Counter[str]:
+    """Write texts to a JSONL file, batch by batch; the same call goes on where an interrupted one stopped.
+
+    A line has ``prompt``, ``prompt_ids``, ``answer_ids`` (with the end-of-turn token if ``finished``), ``temperature``
+    and ``finished``.
+
+    Args:
+        tokenizer: The target's.
+        out: The file; beside it, ``.progress.json`` remembers what is done.
+        answer: Answers a batch of prompts (ids, messages, number of the batch): `TargetWriter` or `ServerWriter`.
+        invent: Makes a batch of user turns (number of the batch), where no prompts are given.
+        prompts: A source as `read_prompts` takes it.
+        arguments: How; None: the defaults.
+        console: Where progress is shown; None: nowhere.
+
+    Returns:
+        Texts written (``kept``) and dropped, by reason.
+    """
+    arguments = arguments or DataArguments()
+    given = None if prompts is None else read_prompts(prompts).prompts[: arguments.count]
+    if given is None and invent is None:
+        raise ValueError("Expected prompts, or a target that invents them, got neither; name a file: --prompts.")
+    log = DataLog(Path(out), arguments, str(prompts))
+    total = arguments.count if given is None else -(-len(given) // arguments.batch_size)
+    with Progress(console=console, disable=console is None) as progress:
+        task = progress.add_task("texts" if given is None else "batches", total=total)
+        while True:
+            done = log.counts["kept"] if given is None else log.num_batches
+            progress.update(task, completed=min(done, total))
+            if done >= total:
+                return log.counts
+            start = log.num_batches * arguments.batch_size
+            batch = (
+                given[start : start + arguments.batch_size]
+                if given is not None
+                else [[{"role": "user", "content": text}] for text in (invent(log.num_batches) if invent else ())]
+            )
+            fresh = [prompt for prompt in batch if log.is_new(prompt)]
+            ids = [render(prompt, tokenizer, add_generation_prompt=True) for prompt in fresh]
+            rows, dropped = [], Counter[str]({"prompt seen before or empty": len(batch) - len(fresh)})
+            for prompt, prompt_ids, found in zip(fresh, ids, answer(ids, fresh, log.num_batches), strict=True):
+                reason = why_bad(found, keep_cut=arguments.keep_cut)
+                if reason is not None:
+                    dropped[reason] += 1
+                    continue
+                rows.append({"prompt": prompt[-1]["content"], "prompt_ids": prompt_ids, "answer_ids": found.ids,
+                             "temperature": arguments.temperature, "finished": found.finished})  # fmt: skip
+            log.add(rows, dropped)
+
+
+def why_bad(answer: Answer, *, keep_cut: bool) -> str | None:
+    """Why an answer is not worth learning from, or None: too short, cut off, or caught in a loop."""
+    if len(answer.ids) < 3:
+        return "answer too short"
+    if not answer.finished and not keep_cut:
+        return "answer cut by the length limit"
+    return "answer loops" if loops(answer.ids) else None
+
+
+def loops(ids: Sequence[int], *, longest: int = 32, times: int = 4) -> bool:
+    """Whether a text ends in a piece of at most ``longest`` tokens, repeated four times and over 32 tokens or more.
+
+    So a short row of dashes is no loop.
+    """
+    body = list(ids[:-1])  # the last token ends the turn
+    for size in range(1, longest + 1):
+        span = max(size * times, 32)
+        tail = body[-span:]
+        if len(tail) == span and tail[:-size] == tail[size:]:
+            return True
+    return False
+
+
+class DataLog:
+    """The file of texts and how far it is; a torn last line is removed, and prompts already in it are not new."""
+
+    def __init__(self, out: Path, arguments: DataArguments, prompts: str) -> None:
+        self.out, self.progress = out, out.with_name(out.name + ".progress.json")
+        self.settings = {**vars(arguments), "count": None, "prompts": prompts}
+        self.num_batches, self.counts, self.seen = 0, Counter[str](), set[str]()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if self.progress.exists():
+            saved = json.loads(self.progress.read_text(encoding="utf-8"))
+            if saved["settings"] != self.settings:
+                raise ValueError(f"Expected {out} to be made with the same settings, found {saved['settings']}; "
+                                 "choose another file, or delete this one.")  # fmt: skip
+            self.num_batches, self.counts = saved["batches"], Counter(saved["counts"])
+        elif out.exists():
+            raise ValueError(f"Expected a new file or one that this command began, found {out}; choose another name.")
+        if out.exists():
+            # Lines after the last finished batch are made again.
+            lines = out.read_text(encoding="utf-8").splitlines(keepends=True)[: self.counts["kept"]]
+            out.write_text("".join(lines), encoding="utf-8")
+            self.seen = {_key(json.loads(line)["prompt"]) for line in lines}
+
+    def is_new(self, prompt: Conversation) -> bool:
+        """Whether a prompt has text that was not asked before; asking is noted."""
+        key = _key(prompt[-1]["content"])
+        if not key or key in self.seen:
+            return False
+        self.seen.add(key)
+        return True
+
+    def add(self, rows: Sequence[dict[str, Any]], dropped: Counter[str]) -> None:
+        """Write a batch, then that it is written."""
+        with self.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.num_batches += 1
+        self.counts += dropped + Counter(kept=len(rows))
+        saved = {"settings": self.settings, "batches": self.num_batches, "counts": self.counts}
+        unfinished = self.progress.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(saved), encoding="utf-8")
+        unfinished.replace(self.progress)
+
+
+def _key(prompt: str) -> str:
+    return " ".join(prompt.lower().split())
+
+
+@dataclass(frozen=True)
+class TargetWriter:
+    """Writes with the target itself, in left-padded batches of `generate`."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    arguments: DataArguments
+
+    def answer(self, prompts: Sequence[list[int]], _: Sequence[Conversation], batch: int) -> list[Answer]:
+        """Answers to prompts, given as ids."""
+        return self._write(prompts, self.arguments.temperature, self.arguments.max_new_tokens, seed=2 * batch)
+
+    def invent(self, batch: int) -> list[str]:
+        """User turns that the target invents after the bare chat prefix (Magpie, arXiv 2406.08464)."""
+        kinds = [SYSTEM_PROMPTS[i % len(SYSTEM_PROMPTS)] for i in range(self.arguments.batch_size)]
+        prefixes = [user_prefix(self.tokenizer, kind) for kind in kinds]
+        turns = self._write(
+            prefixes, self.arguments.prompt_temperature, self.arguments.max_prompt_tokens, seed=2 * batch + 1
+        )
+        # A turn that never ends is no prompt.
+        return [self.tokenizer.decode(t.ids, skip_special_tokens=True).strip() if t.finished else "" for t in turns]
+
+    def _write(self, prompts: Sequence[list[int]], temperature: float, most: int, *, seed: int) -> list[Answer]:
+        if not prompts:
+            return []
+        ids, mask = pad_left(prompts, self.target.device)
+        torch.manual_seed(self.arguments.seed * 1_000_003 + seed)
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        text = self.target.generate(
+            input_ids=ids, attention_mask=mask, do_sample=temperature > 0, max_new_tokens=most,
+            repetition_penalty=1.0, pad_token_id=self._ends[0], **sampling,
+        )  # fmt: skip
+        return [self._cut(row) for row in text[:, ids.shape[1] :].tolist()]
+
+    @property
+    def _ends(self) -> list[int]:
+        eos = self.target.generation_config.eos_token_id
+        return [self.tokenizer.eos_token_id] if eos is None else eos if isinstance(eos, list) else [eos]
+
+    def _cut(self, ids: list[int]) -> Answer:
+        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+        return Answer(ids, False) if end is None else Answer(ids[: end + 1], True)
+
+
+@dataclass(frozen=True)
+class ServerWriter:
+    """Writes through an OpenAI-compatible server that runs the target, many requests at a time."""
+
+    endpoint: str
+    model: str
+    tokenizer: PreTrainedTokenizerBase
+    arguments: DataArguments
+
+    def answer(self, _: Sequence[list[int]], prompts: Sequence[Conversation], batch: int) -> list[Answer]:
+        """Answers to prompts, given as messages; their ids come from rendering the whole conversation."""
+        with ThreadPoolExecutor(self.arguments.batch_size) as pool:
+            return list(pool.map(self._ask, prompts, self._seeds(batch)))
+
+    def _seeds(self, batch: int) -> Iterator[int]:
+        first = self.arguments.seed * 1_000_003 + batch * self.arguments.batch_size
+        return iter(range(first, first + self.arguments.batch_size))
+
+    def _ask(self, prompt: Conversation, seed: int) -> Answer:
+        client = InferenceClient(base_url=self.endpoint, timeout=600)
+        given = client.chat_completion(
+            prompt, model=self.model, max_tokens=self.arguments.max_new_tokens,
+            temperature=self.arguments.temperature, seed=seed,
+        ).choices[0]  # fmt: skip
+        turns = [*prompt, {"role": "assistant", "content": given.message.content or ""}]
+        (example,) = answers_of(turns, self.tokenizer, "the server's answer")[-1:]
+        finished = given.finish_reason != "length"
+        ids = example.answer_ids if finished else example.answer_ids[:-1]
+        return Answer(ids, finished)
+
+
+def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str) -> list[int]:
+    """The chat prompt up to where the user's text would start, under a system prompt."""
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": MARK}]
+    text: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    ids: list[int] = tokenizer(text[: text.index(MARK)], add_special_tokens=False).input_ids
+    return ids
+
+
+def pad_left(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask ``[N, T]`` of prompts that end together."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask

@@ -1,0 +1,310 @@
+"""How does a drafter learn? `transformers.Trainer` with the loss of rehearsed rounds."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl
+
+from hf_carryover.modeling_carryover import CarryoverDrafterModel
+from hf_carryover.training import losses
+from hf_carryover.training.arguments import CarryoverTrainingArguments
+from hf_carryover.training.data import AnchoredTexts, Example, LikeLengths, collate
+from hf_carryover.training.optimizer import Muon
+from hf_carryover.training.rehearsal import Reading, Rehearsal, Rejected, Texts, recorded
+
+
+class CarryoverTrainer(Trainer):
+    """Trains a drafter on the target's own answers (arXiv 2609.14717), baseline, Carryover or control.
+
+    Accumulation, processes, checkpoints, resume, logging and pushing are the library's. The target is frozen and runs
+    inside the step. The log has, besides the loss: ``estimate`` (`losses.expected_length` of the trained blocks) and,
+    where rows are carried, ``carry_gain`` (loss without them minus loss with them: positive is good),
+    ``attention_mass`` on them, and ``carried_rows`` a block.
+
+    Args:
+        drafter: The drafter, on the target's device or about to be moved there.
+        target: The frozen target; its embedding and head serve the drafter.
+        args: What and how.
+        examples: Texts to train on.
+        validation: Texts to validate with; None: no validation.
+        callbacks: As in `Trainer`.
+    """
+
+    optimizer: torch.optim.Optimizer
+    control: TrainerControl
+
+    def __init__(
+        self,
+        drafter: CarryoverDrafterModel,
+        target: PreTrainedModel,
+        *,
+        args: CarryoverTrainingArguments,
+        examples: Sequence[Example],
+        validation: Sequence[Example] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        target.requires_grad_(False).eval()
+        for parameter in drafter.parameters():
+            parameter.requires_grad_(True)
+        drafter.carry_embedding.requires_grad_(args.stage == "carryover")
+        if drafter.confidence_head is not None:
+            drafter.confidence_head.requires_grad_(args.confidence_weight > 0)
+        self.examples, self.validation = examples, validation or []
+        super().__init__(
+            drafter,
+            args,
+            data_collator=collate,
+            train_dataset=AnchoredTexts(examples, num_anchors=args.num_anchors, seed=args.seed),
+            eval_dataset=None if not validation else AnchoredTexts(
+                validation[: args.validation_texts], num_anchors=args.num_anchors, seed=args.seed
+            ),
+            callbacks=callbacks,
+        )  # fmt: skip
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self.rehearsal = Rehearsal(drafter, target.to(args.device))
+        self._reading: tuple[Tensor, Reading] | None = None
+        self._seen: dict[str, list[float]] = defaultdict(list)
+        self._started: float | None = None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Read, rehearse a round, draft, and compare; the loss is a sum over blocks divided by the anchors drawn.
+
+        That number is known before anything is computed, so batches, accumulation and processes do not change the
+        gradient; an anchor whose round leaves nothing to learn counts as a loss of zero.
+        """
+        texts, anchors = Texts(inputs["input_ids"], inputs["ends"]), inputs["anchors"]
+        # 1. The target reads the texts, or has just read them.
+        reading = self._read(texts)
+        # 2. A first round: draft and verify; its rejected rows, and the anchors after it.
+        carried = None
+        if self.args.stage != "baseline":
+            anchors, carried = self._first_round(texts, reading, anchors)
+        # 3. The draft that learns.
+        hidden = self.rehearsal.draft(texts, reading, anchors, carried, forward=model)  # [N, M, K, D]
+        # 4. Compare with what stands there.
+        count = num_items_in_batch if num_items_in_batch is not None else (inputs["anchors"] >= 0).sum()
+        sums, logits, labels = self._block_losses(texts, reading, anchors, hidden)
+        loss = sums.sum() / torch.as_tensor(count).clamp(min=1) * self.accelerator.num_processes
+        if not loss.isfinite():
+            raise ValueError(
+                f"Expected a finite loss, got {loss.item()} at step {self.state.global_step} on the examples "
+                f"{inputs['example'].tolist()}; lower the learning rate, or look at these texts. Nothing was saved "
+                "since the last checkpoint."
+            )
+        self._note(texts, reading, anchors, carried, sums.detach(), logits.detach(), labels)
+        return (loss, {}) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Batches of a step, and the anchors that all processes draw in it."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        count = torch.stack([(batch["anchors"] >= 0).sum() for batch in batches]).sum() if batches else torch.tensor(0)
+        return batches, self.accelerator.gather(count.to(device)).sum()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Batches of like length, each ``steps_per_reading`` times."""
+        args = self.args
+        sampler = LikeLengths(
+            [example.length for example in self.examples],
+            batch_size=args.per_device_train_batch_size,
+            repeats=args.steps_per_reading,
+            world=args.world_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+        )
+        loader: DataLoader[Any] = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=collate)
+        return self.accelerator.prepare(loader)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Muon for the layers' matrices, AdamW for vectors, embeddings and heads; the carry embedding by itself."""
+        if self.optimizer is None:
+            args, groups = self.args, defaultdict(list)
+            for name, parameter in (model or self.model).named_parameters():
+                if parameter.requires_grad:
+                    is_matrix = parameter.ndim == 2 and "_head." not in name
+                    carry = name.endswith("carry_embedding")
+                    groups["carry" if carry else "matrix" if is_matrix else "rest"].append(parameter)
+            self.optimizer = Muon(
+                [
+                    {"params": parameters, "orthogonal": kind == "matrix" and args.matrix_optimizer == "muon",
+                     "lr": args.carry_learning_rate * self._feature_rms() if kind == "carry" else args.learning_rate,
+                     "weight_decay": args.weight_decay if kind == "matrix" else 0.0}
+                    for kind, parameters in groups.items()
+                ],
+                lr=args.learning_rate,
+            )  # fmt: skip
+        return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`; a carry embedding of zero first gets its size."""
+        drafter = self.rehearsal.drafter
+        if self.args.stage == "carryover" and not drafter.carry_embedding.any():
+            generator = torch.Generator().manual_seed(self.args.seed)
+            noise = torch.randn(drafter.carry_embedding.shape, generator=generator).to(drafter.carry_embedding)
+            with torch.no_grad():
+                drafter.carry_embedding.copy_(self.args.carry_scale * self._layer_rms() * noise)
+        return super().train(*args, **kwargs)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,  # noqa: ARG002
+        ignore_keys: Any = None,  # noqa: ARG002
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Loss and estimate on the validation texts, and the accepted length of real rounds on their prompts."""
+        drafter = self.rehearsal.drafter
+        drafter.eval()
+        self._seen, kept = defaultdict(list), self._seen
+        batch_size, held = self.args.per_device_train_batch_size, self.eval_dataset
+        with torch.no_grad():
+            for start in range(0, len(held), batch_size):
+                items = collate([held[i] for i in range(start, min(start + batch_size, len(held)))])
+                self.compute_loss(drafter, self._prepare_inputs(items))
+        metrics = {f"{metric_key_prefix}_{name}": _mean(found) for name, found in self._seen.items()}
+        self._seen = kept
+        metrics[f"{metric_key_prefix}_accepted_length"] = self._accepted_length(carry=False)
+        if self.args.stage == "carryover":
+            metrics[f"{metric_key_prefix}_accepted_length_carry"] = self._accepted_length(carry=True)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        drafter.train()
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The library's line, with means over the steps since the last one, and the seconds of all calls."""
+        if self._started is None:
+            earlier = [line["seconds"] for line in self.state.log_history if "seconds" in line]
+            self._started = perf_counter() - max(earlier, default=0.0)
+        logs["seconds"] = round(perf_counter() - self._started, 1)
+        if "loss" in logs:
+            logs |= {name: round(_mean(found), 5) for name, found in self._seen.items() if name != "loss"}
+            self._seen.clear()
+        super().log(logs, start_time)
+
+    def _read(self, texts: Texts) -> Reading:
+        if self._reading is None or not torch.equal(self._reading[0], texts.input_ids):
+            self._reading = texts.input_ids, self.rehearsal.read(texts)
+        return self._reading[1]
+
+    @torch.no_grad()
+    def _first_round(self, texts: Texts, reading: Reading, anchors: Tensor) -> tuple[Tensor, Rejected | None]:
+        """The anchors after a round, and its rejected rows, for which the control needs no pass of the target."""
+        drafts = self.rehearsal.propose(texts, anchors, self.rehearsal.draft(texts, reading, anchors))
+        num_accepted = self.rehearsal.accept(texts, anchors, drafts)
+        following = self.rehearsal.next_anchors(texts, anchors, num_accepted)
+        if self.args.stage == "control":
+            return following, None
+        return following, self.rehearsal.verify(texts, reading, anchors, drafts, num_accepted)
+
+    def _block_losses(
+        self, texts: Texts, reading: Reading, anchors: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of each block ``[N, M]``, logits ``[N, M, K, V]`` and labels ``[N, M, K]`` in the draft vocabulary."""
+        args, num_drafts = self.args, hidden.shape[2]
+        logits, confidences = self.rehearsal.teacher_forced(texts, anchors, hidden)
+        labels = self._labels(recorded(texts, anchors, num_drafts, first=1, missing=losses.IGNORED))
+        weights = losses.position_decay(num_drafts, args.gamma).to(logits)
+        if args.slot_weights == "dpace":
+            weights = losses.dpace_weights(logits, labels)
+        parts = args.ce_weight * losses.cross_entropy(logits, labels)
+        if args.l1_weight or args.kd_weight or args.confidence_weight:
+            teacher = self._teacher(texts, reading, anchors, num_drafts)  # [N, M, K, V]
+            l1 = losses.total_variation(logits, teacher)
+            parts = parts + args.l1_weight * l1
+            if args.kd_weight:
+                parts = parts + args.kd_weight * losses.distillation(logits, teacher)
+            if confidences is not None and args.confidence_weight:
+                parts = parts + args.confidence_weight * losses.confidence(confidences, l1)
+        known = recorded(texts, anchors, num_drafts, first=1) >= 0
+        scale = losses.position_decay(num_drafts, args.gamma).sum() if args.slot_weights == "decay" else num_drafts
+        return (parts * weights * known).sum(-1) / scale, logits, labels
+
+    def _labels(self, tokens: Tensor) -> Tensor:
+        """Tokens as indices into the draft vocabulary; those it lacks take no part."""
+        drafter = self.rehearsal.drafter
+        if drafter.config.draft_vocab_size is None:
+            return tokens
+        index = torch.full((drafter.config.vocab_size,), losses.IGNORED, device=tokens.device)
+        index[drafter.draft_vocab_ids] = torch.arange(len(drafter.draft_vocab_ids), device=tokens.device)
+        return index[tokens.clamp(min=0)].where(tokens >= 0, losses.IGNORED)
+
+    @torch.no_grad()
+    def _teacher(self, texts: Texts, reading: Reading, anchors: Tensor, num_drafts: int) -> Tensor:
+        """The target's probabilities of the recorded tokens' places, ``[N, M, K, V]`` over the draft vocabulary."""
+        rehearsal, config = self.rehearsal, self.rehearsal.drafter.config
+        places = (anchors.clamp(min=0)[..., None] + torch.arange(num_drafts, device=anchors.device)).clamp(
+            max=texts.input_ids.shape[1] - 1
+        )
+        rows, which = torch.unique(
+            places + torch.arange(len(places), device=places.device)[:, None, None] * texts.input_ids.shape[1],
+            return_inverse=True,
+        )  # every place of a text goes through the head once
+        hidden = reading.last_hidden.flatten(0, 1)[rows]
+        whole = rehearsal.drafter.slot_logits(hidden, rehearsal.target.get_output_embeddings()).softmax(-1)
+        if config.draft_vocab_size is not None:
+            whole = whole[:, rehearsal.drafter.draft_vocab_ids]
+        return whole[which]
+
+    @torch.no_grad()
+    def _note(
+        self, texts: Texts, reading: Reading, anchors: Tensor, carried: Rejected | None, sums: Tensor, logits: Tensor,
+        labels: Tensor,
+    ) -> None:  # fmt: skip
+        """Keep what the log shows; what costs another pass only in steps that are logged."""
+        blocks = anchors >= 0
+        lengths = losses.expected_length(logits, labels)[blocks]
+        self._seen["estimate"].append(lengths.mean().item() if len(lengths) else 1.0)
+        self._seen["loss"].append((sums[blocks].mean() if blocks.any() else sums.sum()).item())
+        if carried is None:
+            return
+        carrying = blocks & carried.is_rejected.any(-1)
+        self._seen["carried_rows"].append(carried.is_rejected.sum(-1)[blocks].float().mean().item())
+        is_logged = (self.state.global_step + 1) % max(1, int(self.args.logging_steps)) == 0
+        if carrying.any() and (is_logged or not self.rehearsal.drafter.training):
+            without = self.rehearsal.draft(texts, reading, anchors)
+            bare = self._block_losses(texts, reading, anchors, without)[0]
+            self._seen["carry_gain"].append((bare - sums)[carrying].mean().item())
+            self._seen["attention_mass"].append(self.rehearsal.attention_mass(texts, reading, anchors, carried))
+
+    def _accepted_length(self, *, carry: bool) -> float:
+        """Tokens a round of real rounds on the validation prompts, greedy."""
+        drafter, target = self.rehearsal.drafter, self.rehearsal.target
+        before, drafter._carry_enabled = drafter._carry_enabled, carry
+        tokens, rounds = 0, 0
+        try:
+            for example in self.validation[: self.args.validation_prompts]:
+                ids = torch.tensor([example.prompt_ids], device=target.device)
+                target.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, do_sample=False,
+                    max_new_tokens=self.args.validation_tokens,
+                )  # fmt: skip
+                tokens, rounds = tokens + drafter.last_stats.num_tokens, rounds + len(drafter.last_stats.rounds)
+        finally:
+            drafter._carry_enabled = before
+        return tokens / max(rounds, 1)
+
+    @torch.no_grad()
+    def _layer_rms(self) -> Tensor:
+        """Root mean square of each target layer's features on a few texts, repeated over its width, ``[F]``."""
+        items = collate([self.train_dataset[i] for i in range(min(4, len(self.train_dataset)))])
+        texts = Texts(items["input_ids"].to(self.args.device), items["ends"].to(self.args.device))
+        rows = self.rehearsal.read(texts).features[texts.mask].float()  # [rows, F]
+        width = self.rehearsal.drafter.config.hidden_size
+        return rows.view(len(rows), -1, width).square().mean(dim=(0, 2)).sqrt().repeat_interleave(width)
+
+    def _feature_rms(self) -> float:
+        return self._layer_rms().mean().item()
+
+
+def _mean(found: list[float]) -> float:
+    return sum(found) / len(found)

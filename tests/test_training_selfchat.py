@@ -1,0 +1,185 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from hf_carryover.targets import load_target
+from hf_carryover.training.data import read_examples
+from hf_carryover.training.selfchat import (
+    Answer,
+    DataArguments,
+    ServerWriter,
+    TargetWriter,
+    loops,
+    make_data,
+    user_prefix,
+    why_bad,
+)
+from tests.evaluation_fakes import make_tokenizer, write_prompts
+from tests.fakes import make_target
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ([1, 2], "answer too short"),
+        ([1, 2, 3, 4], None),
+        ([1] * 40, "answer loops"),
+        ([9, 8, *[1, 2, 3] * 11, 0], "answer loops"),
+        ([*range(9), *[*range(20, 40)] * 3, 0], None),
+        ([*[5] * 20, 0], None),
+        ([*[1, 2, 3] * 15, 4, 5, 0], None),
+    ],
+    ids=["short", "good", "one-token", "at-the-end", "three-times", "a-row-of-dashes", "left-again"],
+)
+def test_degenerate_answers_are_told_by_name(ids, reason):
+    assert why_bad(Answer(ids, finished=True), keep_cut=False) == reason
+
+
+def test_a_cut_answer_is_kept_only_if_asked():
+    answer = Answer([1, 2, 3, 4], finished=False)
+
+    assert why_bad(answer, keep_cut=False) == "answer cut by the length limit"
+    assert why_bad(answer, keep_cut=True) is None
+    assert not loops([1, 2, 3])
+
+
+class Scripted:
+    """Answers with a row of the prompt's last token; counts what it was asked, and stops at a batch."""
+
+    def __init__(self, stop=None):
+        self.asked, self.stop = [], stop
+
+    def answer(self, ids, prompts, batch):
+        if batch == self.stop:
+            raise KeyboardInterrupt
+        self.asked += [prompt[-1]["content"] for prompt in prompts]
+        return [Answer([11, 12, 13, row[-1]], finished=True) for row in ids]
+
+
+def test_an_interrupted_run_gives_the_same_file(tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", [f"{i} {i + 1}" for i in range(10)])
+    straight, cut, again = Scripted(), Scripted(stop=2), Scripted()
+    settings = {"prompts": prompts, "arguments": DataArguments(batch_size=3)}
+
+    counts = make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=straight.answer, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        make_data(make_tokenizer(), tmp_path / "b.jsonl", answer=cut.answer, **settings)
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"prompt": "torn')
+    make_data(make_tokenizer(), tmp_path / "b.jsonl", answer=again.answer, **settings)
+
+    assert counts == {"kept": 10}
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    assert cut.asked + again.asked == straight.asked
+    assert len(read_examples(tmp_path / "b.jsonl", make_tokenizer(), max_length=99).examples) == 10
+
+
+def test_a_prompt_seen_before_is_dropped_and_counted(tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", ["1 2", "1  2", "3 4", "1 2"])
+
+    counts = make_data(
+        make_tokenizer(), tmp_path / "a.jsonl", answer=Scripted().answer, prompts=prompts,
+        arguments=DataArguments(batch_size=2),
+    )  # fmt: skip
+
+    assert counts == {"kept": 2, "prompt seen before or empty": 2}
+
+
+def test_a_file_of_other_settings_is_not_continued(tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", ["1 2"])
+    run = {"answer": Scripted().answer, "prompts": prompts}
+    make_data(make_tokenizer(), tmp_path / "a.jsonl", **run)
+    (tmp_path / "b.jsonl").write_text("{}\n")
+
+    with pytest.raises(ValueError, match=r"Expected .*a.jsonl to be made with the same settings"):
+        make_data(make_tokenizer(), tmp_path / "a.jsonl", arguments=DataArguments(temperature=0.5), **run)
+    with pytest.raises(ValueError, match="Expected a new file or one that this command began"):
+        make_data(make_tokenizer(), tmp_path / "b.jsonl", **run)
+    with pytest.raises(ValueError, match="Expected prompts, or a target that invents them"):
+        make_data(make_tokenizer(), tmp_path / "c.jsonl", answer=Scripted().answer)
+
+
+def test_a_batch_answers_as_each_prompt_alone():
+    target = make_target()
+    target.generation_config.eos_token_id = target.generation_config.pad_token_id = 5
+    writer = TargetWriter(target, make_tokenizer(), DataArguments(max_new_tokens=12))
+    prompts = [[1, 2, 3], [4, 6, 7, 8, 9], [10, 11]]
+
+    together = writer.answer(prompts, [], 0)
+
+    assert together == [writer.answer([prompt], [], 0)[0] for prompt in prompts]
+    for prompt, found in zip(prompts, together, strict=True):
+        plain = target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, len(prompt) :].tolist()
+        assert found.ids == plain
+        assert found.finished == (plain[-1] == 5)
+
+
+@pytest.mark.slow
+def test_smollm2_invents_prompts_and_answers_them(tmp_path):
+    target, tokenizer = load_target("smollm2")
+    arguments = DataArguments(count=3, batch_size=4, max_new_tokens=24, max_prompt_tokens=48, keep_cut=True)
+    writer = TargetWriter(target, tokenizer, arguments)
+
+    counts = make_data(
+        tokenizer, tmp_path / "a.jsonl", answer=writer.answer, invent=writer.invent, arguments=arguments
+    )
+
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert counts["kept"] == len(rows) >= 3
+    assert tokenizer.decode(user_prefix(tokenizer, "Be brief.")).endswith("Be brief.<|im_end|>\n<|im_start|>user\n")
+    for row in rows:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert row["prompt_ids"] == ids
+
+
+class Server(BaseHTTPRequestHandler):
+    """An OpenAI-compatible chat completion that says what it was asked."""
+
+    asked: list[dict] = []  # noqa: RUF012
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body | {"path": self.path})
+        message = {"role": "assistant", "content": "7 8 9 " + body["messages"][-1]["content"]}
+        cut = body["messages"][-1]["content"] == "3 4"
+        choice = {"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        given = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice],
+                 "usage": usage, "system_fingerprint": ""}  # fmt: skip
+        data = json.dumps(given).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_answers_in_the_targets_stead(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    tokenizer, arguments = make_tokenizer(), DataArguments(batch_size=2, max_new_tokens=9)
+    writer = ServerWriter(f"http://127.0.0.1:{server.server_port}/v1", "m", tokenizer, arguments)
+    prompts = write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4", "5 6"])
+
+    try:
+        counts = make_data(tokenizer, tmp_path / "a.jsonl", answer=writer.answer, prompts=prompts, arguments=arguments)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert counts == {"kept": 2, "answer cut by the length limit": 1}
+    assert [row["prompt"] for row in rows] == ["1 2", "5 6"]
+    assert "7 8 9 1 2" in tokenizer.decode(rows[0]["answer_ids"])
+    assert {(body["path"], body["model"], body["max_tokens"]) for body in Server.asked} == {
+        ("/v1/chat/completions", "m", 9)
+    }
+    assert len({body["seed"] for body in Server.asked}) == 3

@@ -1,0 +1,220 @@
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
+from hf_carryover.training.data import AnchoredTexts, Draw, collate
+from hf_carryover.training.recipe import Interruption, MarkComplete, last_checkpoint
+from tests.fakes import make_drafter, make_target, plain, prompt
+
+ROOT = Path(__file__).parents[1]
+
+
+def answered(target, count=16, tokens=20):
+    """Texts of the target's own, of several lengths."""
+    found = []
+    for seed in range(count):
+        ids = prompt(4 + seed % 4, seed=seed)
+        text = plain(target, input_ids=ids, max_new_tokens=tokens - seed % 7)
+        found.append(Example(ids[0].tolist(), text[0, ids.shape[1] :].tolist()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def examples(target):
+    return answered(target)
+
+
+def arguments(folder, **settings):
+    defaults = {
+        "max_steps": 6, "num_anchors": 6, "per_device_train_batch_size": 4, "eval_strategy": "no", "save_steps": 100,
+        "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "learning_rate": 0.01,
+    }  # fmt: skip
+    return CarryoverTrainingArguments(output_dir=str(folder), **(defaults | settings))
+
+
+def trainer_of(drafter, target, examples, folder, callbacks=None, validation=None, **settings):
+    args = arguments(folder, **settings)
+    return CarryoverTrainer(drafter, target, args=args, examples=examples, validation=validation, callbacks=callbacks)
+
+
+def gradients(trainer, batches):
+    """Gradients and summed loss of batches as one step."""
+    drafter = trainer.rehearsal.drafter
+    drafter.zero_grad()
+    count = sum((batch["anchors"] >= 0).sum() for batch in batches)
+    total = 0.0
+    for batch in batches:
+        loss = trainer.compute_loss(drafter, batch, num_items_in_batch=count)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("stage", ["baseline", "carryover"])
+@pytest.mark.parametrize("kind", ["dflash", "markov-rnn"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_how_a_step_is_cut_into_batches_changes_no_gradient(stage, kind, attention, target, examples, tmp_path):
+    # NVIDIA-NeMo/Automodel#2406 and #2826: accumulation scaled the loss, padding made it NaN.
+    drafter = make_drafter(kind)
+    drafter.set_attn_implementation(attention)
+    trainer = trainer_of(drafter, target, examples, tmp_path, stage=stage, l1_weight=0.9, kd_weight=0.1)
+    items = [AnchoredTexts(examples, num_anchors=6, seed=0)[i] for i in range(8)]
+
+    whole_loss, whole = gradients(trainer, [collate(items)])
+    cut_loss, cut = gradients(trainer, [collate(items[:1]), collate(items[1:6]), collate(items[6:])])
+
+    assert cut_loss == pytest.approx(whole_loss, rel=1e-5)
+    assert whole.keys() == cut.keys()
+    assert ("carry_embedding" in whole) == (stage == "carryover")
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=name)
+
+
+def test_a_batch_without_anchors_is_harmless(target, examples, tmp_path):
+    # NVIDIA-NeMo/Automodel#2406 and verl-project/verl#785.
+    drafter = make_drafter()
+    trainer = trainer_of(drafter, target, examples, tmp_path, stage="carryover")
+    batch = collate([AnchoredTexts(examples, num_anchors=6, seed=0)[0]])
+    batch["anchors"].fill_(-1)
+
+    loss, found = gradients(trainer, [batch])
+
+    assert loss == 0
+    assert all(gradient.abs().max() == 0 for gradient in found.values())
+
+
+@pytest.mark.parametrize("stage", ["baseline", "carryover", "control"])
+def test_the_target_is_left_as_it_was(stage, target, examples, tmp_path):
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+
+    trainer_of(make_drafter(), target, examples, tmp_path, stage=stage).train()
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_a_non_finite_loss_stops_with_the_examples(target, examples, tmp_path):
+    drafter = make_drafter()
+    trainer = trainer_of(drafter, target, examples, tmp_path)
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = math.inf
+    weights = drafter.norm.weight.clone()
+
+    with pytest.raises(ValueError, match=r"Expected a finite loss, got nan at step 0 on the examples \[\d+, "):
+        trainer.train()
+
+    assert torch.equal(drafter.norm.weight, weights)
+
+
+def test_a_step_sees_the_same_texts_and_fresh_anchors_on_each_reading(target, examples, tmp_path):
+    trainer = trainer_of(make_drafter(), target, examples, tmp_path, steps_per_reading=3)
+    readings = []
+    trainer.rehearsal.target.register_forward_hook(lambda *_: readings.append(1))
+    decoder = trainer.rehearsal.target.get_decoder().register_forward_hook(lambda *_: readings.append(1))
+
+    trainer.train()
+    decoder.remove()
+
+    batches = list(trainer.get_train_dataloader())
+    assert len(readings) == 2
+    assert torch.equal(batches[0]["input_ids"], batches[2]["input_ids"])
+    assert not torch.equal(batches[0]["anchors"], batches[1]["anchors"])
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7], ids=["at-the-first-step", "between-readings", "in-the-second-epoch"])
+def test_an_interrupted_run_ends_bit_equal(stop, target, examples, tmp_path):
+    settings = {"stage": "carryover", "max_steps": 10, "lr_scheduler_type": "cosine"}
+    straight, resumed = make_drafter("markov-rnn"), make_drafter("markov-rnn")
+    trainer_of(straight, target, examples, tmp_path / "straight", **settings).train()
+
+    interruption = Interruption()
+
+    class Stop(MarkComplete):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == stop - 1:
+                signal.raise_signal(signal.SIGINT)
+
+    with interruption:
+        trainer_of(resumed, target, examples, tmp_path / "cut", [interruption, Stop()], **settings).train()
+    again = make_drafter("markov-rnn", seed=99)
+    trainer_of(again, target, examples, tmp_path / "cut", **settings).train(
+        resume_from_checkpoint=last_checkpoint(tmp_path / "cut")
+    )
+
+    assert interruption.happened
+    assert (tmp_path / "cut" / f"checkpoint-{stop}").is_dir()
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_resumed_from(tmp_path):
+    for step, whole in ((10, True), (9, True), (100, False)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if whole:
+            (folder / "complete").touch()
+
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(target, examples, tmp_path):
+    loader = trainer_of(make_drafter(), target, examples, tmp_path).get_train_dataloader()
+    other = trainer_of(make_drafter("markov-rnn"), target, examples, tmp_path, stage="control").get_train_dataloader()
+
+    first, second = ([batch["example"].tolist() for batch in each] for each in (loader, other))
+    loader.batch_sampler.set_epoch(1)
+
+    assert first == second
+    assert sorted(example for batch in first[::2] for example in batch) == list(range(len(examples)))
+    assert [batch["example"].tolist() for batch in loader] != first
+
+
+def test_anchors_are_those_of_text_and_draw(examples):
+    texts = AnchoredTexts(examples, num_anchors=4, seed=0)
+
+    assert texts[Draw(3, 5)]["anchors"].tolist() == texts[Draw(3, 5)]["anchors"].tolist()
+    assert texts[Draw(3, 5)]["anchors"].tolist() != texts[Draw(3, 6)]["anchors"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dflash", "markov-gated"])
+def test_an_overfitted_drafter_drafts_nearly_whole_blocks(kind, target, tmp_path):
+    # sgl-project/SpecForge#473: good loss, but labels one off from what decoding reads.
+    examples = answered(target, count=20, tokens=30)
+    drafter = make_drafter(kind, initializer_range=0.05)
+    trainer = trainer_of(
+        drafter, target, examples, tmp_path, max_steps=250, num_anchors=30, per_device_train_batch_size=20,
+        validation=examples, validation_prompts=20, validation_tokens=24, learning_rate=0.01, logging_steps=50,
+    )  # fmt: skip
+
+    trainer.train()
+
+    found = trainer.evaluate()
+    assert found["eval_accepted_length"] > 0.85 * (drafter.config.num_drafts + 1)
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_step_as_one(tmp_path):
+    script = Path(__file__).with_name("train_in_processes.py")
+    weights = {}
+    for count in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}", "--master_port=29517"]
+        out = tmp_path / f"{count}.json"
+        done = subprocess.run([*command, str(script), str(out), str(count)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights[count] = json.loads(out.read_text())
+
+    assert weights[2]["loss"] == pytest.approx(weights[1]["loss"], rel=1e-5)
+    assert weights[2]["sums"] == pytest.approx(weights[1]["sums"], rel=1e-5, abs=1e-5)
