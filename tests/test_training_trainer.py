@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_carryover import CarryoverDrafterModel
 from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
 from hf_carryover.training.data import AnchoredTexts, Draw, collate
 from hf_carryover.training.recipe import Interruption, MarkComplete, last_checkpoint
@@ -133,6 +134,21 @@ def test_a_step_sees_the_same_texts_and_fresh_anchors_on_each_reading(target, ex
     assert not torch.equal(batches[0]["anchors"], batches[1]["anchors"])
 
 
+def test_every_checkpoint_loads_and_drafts(target, examples, tmp_path):
+    # NVIDIA/Model-Optimizer#1621: checkpoints without loadable weights.
+    drafter = make_drafter("markov-rnn")
+    trainer_of(drafter, target, examples, tmp_path, max_steps=2, save_steps=1).train()
+
+    for step in (1, 2):
+        loaded = CarryoverDrafterModel.from_pretrained(tmp_path / f"checkpoint-{step}")
+        ids = prompt()
+        text = plain(target, input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=loaded)
+
+        assert torch.equal(text, plain(target, input_ids=ids, attention_mask=torch.ones_like(ids)))
+        assert loaded.last_stats.rounds
+    assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
 @pytest.mark.parametrize("stop", [1, 4, 7], ids=["at-the-first-step", "between-readings", "in-the-second-epoch"])
 def test_an_interrupted_run_ends_bit_equal(stop, target, examples, tmp_path):
     settings = {"stage": "carryover", "max_steps": 10, "lr_scheduler_type": "cosine"}
@@ -207,12 +223,13 @@ def test_an_overfitted_drafter_drafts_nearly_whole_blocks(kind, target, tmp_path
 
 @pytest.mark.slow
 def test_two_processes_make_the_same_step_as_one(tmp_path):
-    script = Path(__file__).with_name("train_in_processes.py")
     weights = {}
     for count in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={count}", "--master_port=29517"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", "-m"]
         out = tmp_path / f"{count}.json"
-        done = subprocess.run([*command, str(script), str(out), str(count)], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "tests.train_in_processes", str(out), str(count)], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         weights[count] = json.loads(out.read_text())
 

@@ -13,7 +13,7 @@ logger = logging.get_logger(__name__)
 # Keys that Transformers writes into a config.json, or passes on its own account, without declaring them as fields.
 TRANSFORMERS_KEYS = {"_name_or_path", "_commit_hash", "attn_implementation", "auto_map", "model_type", "name_or_path",
                      "num_labels", "output_attentions", "per_layer_config", "quantization_config", "rope_scaling",
-                     "rope_theta", "torch_dtype"}  # fmt: skip
+                     "rope_theta", "torch_dtype", "use_cache"}  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "head_dim")  # fmt: skip
 

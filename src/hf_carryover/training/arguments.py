@@ -53,6 +53,8 @@ class CarryoverTrainingArguments(TrainingArguments):
     save_total_limit: int | None = _setting(2, "Checkpoints that are kept.")
     eval_strategy: IntervalStrategy | str = field(default="steps", metadata={"help": "When to validate."})
     eval_steps: float | None = _setting(100, "Steps between two validations.")
+    # The heads and the carry embedding take part outside the wrapped forward; DDP would count them as unused.
+    ddp_find_unused_parameters: bool | None = _setting(False, "Leave this off: every trained parameter is used.")
     remove_unused_columns: bool = _setting(False, "Leave this off: the loss reads every column.")
 
     def __post_init__(self) -> None:

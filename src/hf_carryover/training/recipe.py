@@ -27,6 +27,7 @@ from hf_carryover.decoding import check_pair
 from hf_carryover.evaluation.machine import describe_machine
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.targets import load_target
+from hf_carryover.training.adapter import adapter_of
 from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.data import Example, Examples, most_used_tokens, read_examples
 from hf_carryover.training.trainer import CarryoverTrainer
@@ -34,6 +35,7 @@ from hf_carryover.training.trainer import CarryoverTrainer
 logger = logging.getLogger(__name__)
 
 RECORD = "training.json"
+ADAPTER = "adapter"
 COMPLETE = "complete"  # the name of a checkpoint's mark
 
 
@@ -57,6 +59,7 @@ class RecipeArguments:
     markov_rank: int | None = _setting(None, "Rank of the Markov head.")
     confidence_head: bool | None = _setting(None, "Whether there is a confidence head; the drafter's own, or no.")
     draft_vocab: int | None = _setting(None, "Propose only the so many tokens that the answers use most.")
+    lora_rank: int | None = _setting(None, "Train an adapter of this rank on the drafter, and the carry embedding.")
     mask_token_id: int | None = _setting(None, "New: token of the mask slots; by default an unused special token.")
 
 
@@ -83,15 +86,21 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
     examples, validation = data.split(args.validation_every)
     drafter = starting_drafter(recipe, target, tokenizer, examples)
     check_pair(target, drafter)
+    for part, size in estimate_memory(drafter, target, args, max(example.length for example in examples)).items():
+        logger.warning("%-40s %8.2f GB", part, size / 1e9)
     interruption = Interruption()
+    learner = drafter if recipe.lora_rank is None else adapter_of(drafter, recipe.lora_rank)
     trainer = CarryoverTrainer(
-        drafter, target, args=args, examples=examples, validation=validation,
+        learner, target, args=args, examples=examples, validation=validation,
         callbacks=[interruption, MarkComplete()],
     )  # fmt: skip
     with interruption:
         trainer.train(resume_from_checkpoint=last_checkpoint(out))
     if interruption.happened:
         raise KeyboardInterrupt
+    if recipe.lora_rank is not None:
+        trainer.model.save_pretrained(out / ADAPTER)
+        drafter = trainer.model.merge_and_unload()
     drafter.save_pretrained(out)
     (out / RECORD).write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
     return drafter
@@ -245,6 +254,38 @@ class Interruption(TrainerCallback):
         """Save and stop."""
         if self.happened:
             control.should_save = control.should_training_stop = True
+
+
+def estimate_memory(
+    drafter: CarryoverDrafterModel, target: PreTrainedModel, args: CarryoverTrainingArguments, length: int
+) -> dict[str, int]:
+    """Bytes that training needs, by part, for texts of ``length`` tokens; ``all`` is their sum.
+
+    Rows times widths of what is alive at the end of the forward pass, where most is; logits count four times (head,
+    softmax, their gradients).
+    """
+    config, theirs = drafter.config, target.config.get_text_config().to_dict()
+    width, inner = config.hidden_size, config.intermediate_size
+    item, texts = target.dtype.itemsize, args.per_device_train_batch_size
+    rows, blocks = texts * length, texts * args.num_anchors
+    slots, carried = blocks * config.block_size, blocks * config.num_drafts * (args.stage == "carryover")
+    kv = 2 * (theirs.get("num_key_value_heads") or theirs["num_attention_heads"])
+    kv *= theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    weights = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    layer = 12 * width + 5 * inner + 6 * config.num_attention_heads * config.head_dim
+    keys = length + (slots + carried) // texts
+    parts = {
+        "target's weights": target.num_parameters() * item,
+        "drafter: weights, gradients, momentum": 4 * drafter.num_parameters() + 8 * weights,
+        "target's pass: features and cache": (rows + carried) * (2 * config.feature_size + width) * item
+        + (rows + carried) * theirs["num_hidden_layers"] * kv * item,
+        "drafter's pass": 4 * config.num_hidden_layers * (slots * layer + 4 * (rows + carried) * kv)
+        + 12 * (rows + carried) * width,
+        "logits": 4 * 4 * blocks * config.num_drafts * (config.draft_vocab_size or config.vocab_size),
+        "masks": 6 * slots * keys,
+        "Python, PyTorch and texts": 600_000_000,
+    }
+    return parts | {"all": sum(parts.values())}
 
 
 def _longest(target: PreTrainedModel, recipe: RecipeArguments) -> int:

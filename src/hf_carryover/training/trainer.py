@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl
@@ -27,7 +28,7 @@ class CarryoverTrainer(Trainer):
     ``attention_mass`` on them, and ``carried_rows`` a block.
 
     Args:
-        drafter: The drafter, on the target's device or about to be moved there.
+        drafter: The drafter, or a PEFT adapter around one: then the adapter is trained, and the carry embedding.
         target: The frozen target; its embedding and head serve the drafter.
         args: What and how.
         examples: Texts to train on.
@@ -40,7 +41,7 @@ class CarryoverTrainer(Trainer):
 
     def __init__(
         self,
-        drafter: CarryoverDrafterModel,
+        drafter: CarryoverDrafterModel | PeftModel,
         target: PreTrainedModel,
         *,
         args: CarryoverTrainingArguments,
@@ -49,11 +50,10 @@ class CarryoverTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         target.requires_grad_(False).eval()
-        for parameter in drafter.parameters():
-            parameter.requires_grad_(True)
-        drafter.carry_embedding.requires_grad_(args.stage == "carryover")
-        if drafter.confidence_head is not None:
-            drafter.confidence_head.requires_grad_(args.confidence_weight > 0)
+        network = drafter.get_base_model() if isinstance(drafter, PeftModel) else drafter.requires_grad_(True)
+        network.carry_embedding.requires_grad_(args.stage == "carryover")
+        if network.confidence_head is not None and not isinstance(drafter, PeftModel):
+            network.confidence_head.requires_grad_(args.confidence_weight > 0)
         self.examples, self.validation = examples, validation or []
         super().__init__(
             drafter,
@@ -67,7 +67,7 @@ class CarryoverTrainer(Trainer):
         )  # fmt: skip
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.rehearsal = Rehearsal(drafter, target.to(args.device))
+        self.rehearsal = Rehearsal(network, target.to(args.device))
         self._reading: tuple[Tensor, Reading] | None = None
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._started: float | None = None
@@ -131,7 +131,7 @@ class CarryoverTrainer(Trainer):
             args, groups = self.args, defaultdict(list)
             for name, parameter in (model or self.model).named_parameters():
                 if parameter.requires_grad:
-                    is_matrix = parameter.ndim == 2 and "_head." not in name
+                    is_matrix = parameter.ndim == 2 and "_head." not in name and "lora_" not in name
                     carry = name.endswith("carry_embedding")
                     groups["carry" if carry else "matrix" if is_matrix else "rest"].append(parameter)
             self.optimizer = Muon(
