@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.fakes import VOCAB, ScriptedDrafter
+from tests.fakes import VOCAB, ScriptedDrafter, make_target
 
 
 def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
@@ -22,6 +22,17 @@ def make_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     words.pre_tokenizer = WhitespaceSplit()
     template = "{% for message in messages %}59 {{ message['content'] }} {% endfor %}"
     return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template if chat else None)
+
+
+def write_target(folder: Path, kind: str = "llama", **overrides: Any) -> Path:
+    """A random target and its tokenizer as a folder; it ends its turn with 57, and 60 is a special token unused."""
+    target = make_target(kind, **overrides)
+    target.generation_config.eos_token_id = target.generation_config.pad_token_id = 57
+    target.save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "57", "additional_special_tokens": ["60"]})
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_prompts(path: Path, texts: list[str]) -> Path:

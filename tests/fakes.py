@@ -27,6 +27,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
     "mistral": {"head_dim": 8, "sliding_window": 8},
+    "gemma4_text": {"head_dim": 8, "global_head_dim": 8, "sliding_window": 8},
     "gpt2": {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 512},
     "bloom": {"n_head": 4, "n_layer": LAYERS},
 }

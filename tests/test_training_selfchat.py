@@ -117,6 +117,13 @@ def test_a_batch_answers_as_each_prompt_alone():
         assert found.finished == (plain[-1] == 5)
 
 
+def test_a_target_that_invents_nothing_is_told(tmp_path):
+    writer = Scripted()
+
+    with pytest.raises(ValueError, match=r"kept nothing of 8 batches in a row: .*'prompt seen before or empty': 24"):
+        make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=writer.answer, invent=lambda batch: ["", " ", ""])
+
+
 @pytest.mark.slow
 def test_smollm2_invents_prompts_and_answers_them(tmp_path):
     target, tokenizer = load_target("smollm2")

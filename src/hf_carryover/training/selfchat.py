@@ -29,6 +29,8 @@ SYSTEM_PROMPTS = (
     "You are an encyclopedia: short questions, factual answers.",
     "You write stories, letters and articles.",
 )
+# Batches without a text worth keeping, after which it is plain that none will come.
+MOST_FRUITLESS = 8
 MARK = "\u241fmark\u241f"
 
 
@@ -104,6 +106,11 @@ def make_data(
             progress.update(task, completed=min(done, total))
             if done >= total:
                 return log.counts
+            if given is None and log.fruitless == MOST_FRUITLESS:
+                raise ValueError(
+                    f"Expected the target to invent prompts and answer them, kept nothing of {MOST_FRUITLESS} batches "
+                    f"in a row: {dict(log.counts)}; allow more tokens, `--keep-cut`, or give prompts: --prompts."
+                )
             start = log.num_batches * arguments.batch_size
             batch = (
                 given[start : start + arguments.batch_size]
@@ -152,7 +159,7 @@ class DataLog:
     def __init__(self, out: Path, arguments: DataArguments, prompts: str) -> None:
         self.out, self.progress = out, out.with_name(out.name + ".progress.json")
         self.settings = {**vars(arguments), "count": None, "prompts": prompts}
-        self.num_batches, self.counts, self.seen = 0, Counter[str](), set[str]()
+        self.num_batches, self.counts, self.seen, self.fruitless = 0, Counter[str](), set[str](), 0
         out.parent.mkdir(parents=True, exist_ok=True)
         if self.progress.exists():
             saved = json.loads(self.progress.read_text(encoding="utf-8"))
@@ -181,6 +188,7 @@ class DataLog:
         with self.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.num_batches += 1
+        self.fruitless = 0 if rows else self.fruitless + 1
         self.counts += dropped + Counter(kept=len(rows))
         saved = {"settings": self.settings, "batches": self.num_batches, "counts": self.counts}
         unfinished = self.progress.with_suffix(".unfinished")
