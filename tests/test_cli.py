@@ -1,3 +1,5 @@
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -5,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_carryover import cli, conversion, targets
+from hf_carryover import CarryoverDrafterModel, cli, conversion, targets
+from tests.evaluation_fakes import write_target
 from tests.fakes import Letters, make_drafter, make_target
 
 RUN = CliRunner()
@@ -20,7 +23,9 @@ def tiny(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["generate"], ["evaluate"]], ids=lambda c: c[0] if c else "no-command"
+    "command",
+    [[], ["demo"], ["generate"], ["evaluate"], ["data"], ["train"]],
+    ids=lambda c: c[0] if c else "no-command",
 )
 def test_help_works(command):
     result = RUN.invoke(cli.app, [*command, "--help"])
@@ -50,6 +55,67 @@ def test_demo_fails_when_the_texts_differ(tiny, monkeypatch):
     monkeypatch.setattr("hf_carryover.demo.compare_texts", lambda *_: (False, "THE TEXTS DIFFER"))
 
     assert RUN.invoke(cli.app, ["demo", "--drafter", tiny, "--max-new-tokens", "8"]).exit_code == 1
+
+
+def test_data_and_train_make_a_drafter(tmp_path, monkeypatch):
+    target, data, out = write_target(tmp_path / "target"), tmp_path / "data.jsonl", tmp_path / "out"
+    words = ["--target", target, "--out", data, "--count", 6, "--batch-size", 4, "--max-new-tokens", 20, "--keep-cut"]
+    (tmp_path / "recipe.yaml").write_text("num_layers: 1\nblock_size: 4\nmax_steps: 2\nvalidation_every: 3\n")
+    steps = ["--max_steps", 3, "--use_cpu", "true", "--num_anchors", 4, "--validation_tokens", 8]
+
+    made = RUN.invoke(cli.app, ["data", *map(str, words)])
+    trained = RUN.invoke(
+        cli.app,
+        [
+            *map(
+                str,
+                ["train", tmp_path / "recipe.yaml", "--target", target, "--data", data, "--output_dir", out, *steps],
+            )
+        ],
+    )
+    again = RUN.invoke(cli.app, ["train", "--data", str(data), "--target", str(target), "--output_dir", str(out)])
+
+    assert made.exit_code == 0, made.output
+    assert "texts in" in made.output
+    assert trained.exit_code == 0, trained.output
+    record = json.loads((out / "training.json").read_text())
+    assert record["steps"] == 3  # flags win over the file
+    assert record["recipe"]["num_layers"] == 1
+    assert CarryoverDrafterModel.from_pretrained(out).config.block_size == 4
+    assert "Expected a folder without a finished drafter" in str(again.exception)
+
+
+def test_an_interrupted_training_says_how_to_go_on(tmp_path, monkeypatch):
+    def stop(recipe, arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_carryover.training.train_drafter", stop)
+
+    result = RUN.invoke(cli.app, ["train", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+
+    assert result.exit_code == 130
+    assert "the same command goes on from here" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["none.yaml"], "Expected a recipe .YAML. at none.yaml, found no file"),
+        (
+            ["--output_dir", "x", "--stage", "later"],
+            "`stage` must be one of baseline, carryover, control, got 'later'",
+        ),
+        (["--output_dir", "x", "--gamma", "0"], "`gamma` must be positive"),
+        (["--output_dir", "x", "--ce_weight", "0"], "one of CE, L1 and KD positive"),
+        (["--output_dir", "x", "--num_anchors", "0"], "`num_anchors` must be at least 1"),
+        (["--output_dir", "x", "--validation_every", "1"], "`validation_every` must be at least 2"),
+    ],
+    ids=["no-recipe", "stage", "gamma", "weights", "anchors", "validation"],
+)
+def test_wrong_settings_of_training_are_told(words, sentence):
+    result = RUN.invoke(cli.app, ["train", *words])
+
+    assert re.search(sentence, str(result.exception))
 
 
 def test_generate_reads_the_prompt_from_an_option_or_from_standard_input(tiny):
