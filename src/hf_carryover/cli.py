@@ -181,6 +181,36 @@ def data(
         console.print(f"{number} dropped: {reason}.")
 
 
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Drafter folder, with its card and evaluation.")],
+    name: Annotated[str, typer.Argument(help="Hub repository, owner/name; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it private.")] = False,
+) -> None:
+    """Upload a drafter folder to the Hub, as it is, in one commit; log in first with `hf auth login`."""
+    from huggingface_hub import HfApi
+
+    # The library's own name for what its HTTP client raises, which differs between its versions.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    from hf_carryover.modeling_carryover import CarryoverDrafterModel
+
+    CarryoverDrafterModel.from_pretrained(folder)  # a folder that does not load is not shared
+    try:
+        api = HfApi()
+        url = api.create_repo(name, private=private, exist_ok=True)
+        # Old weights go in the same commit: a single file would win over new shards.
+        api.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Drafter", ignore_patterns=["checkpoint-*", "*.log"],
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+        )  # fmt: skip
+    except HTTPError as error:
+        raise OSError(
+            f"Expected {name} to take the upload, got: {error}. Nothing changed there; try again."
+        ) from error
+    console.print(f"{url}")
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(context: typer.Context) -> None:
     """Train a drafter: a recipe in YAML, or flags, or both (flags win). `train --help` lists them."""
