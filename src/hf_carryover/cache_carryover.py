@@ -1,7 +1,14 @@
 """What does the drafter remember? Committed rows for good, carried rows for one round."""
 
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 
 class CarryoverCache(DynamicCache):
@@ -15,12 +22,32 @@ class CarryoverCache(DynamicCache):
     Attributes:
         num_committed: Rows that stay.
         num_carried: Rows of rejected drafts, visible in the current round only.
+        waiting: Features ``[1, A, F]`` and positions ``[1, A]`` of committed tokens that no pass has projected yet.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_committed = 0
         self.num_carried = 0
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def postpone(self, features: Tensor, positions: Tensor) -> None:
+        """Keep committed rows ``[1, A, F]`` at positions ``[1, A]`` for the next pass."""
+        self.waiting.append((features, positions))
+
+    def take(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that waited, then these: features ``[1, A, F]`` and positions ``[1, A + ...]``."""
+        rows, self.waiting = [*self.waiting, (features, positions)], []
+        return torch.cat([row for row, _ in rows], dim=1), torch.cat([places for _, places in rows], dim=1)
+
+    def truncate(self, num_rows: int) -> None:
+        """Forget what comes after the first ``num_rows`` committed rows, as the target's cache did."""
+        while self.waiting and self.num_committed + sum(row.shape[1] for row, _ in self.waiting) > num_rows:
+            features, positions = self.waiting.pop()
+            room = num_rows - self.num_committed - sum(row.shape[1] for row, _ in self.waiting)
+            if room > 0:
+                self.waiting.append((features[:, :room], positions[:, :room]))
+        self.num_committed = min(self.num_committed, num_rows)
 
     def commit(self, num_rows: int) -> None:
         """Forget the last round's carried and block rows; the next ``num_rows`` rows that arrive stay for good."""
@@ -37,3 +64,42 @@ class CarryoverCache(DynamicCache):
         num_visible = self.num_committed + self.num_carried
         layer = self.layers[layer_idx]
         return layer.keys[:, :, :num_visible], layer.values[:, :, :num_visible]
+
+
+# Kept for the next turn of a chat, beside the target's cache: a memory goes when that cache or its drafter goes.
+MEMORIES: WeakKeyDictionary[Cache, WeakKeyDictionary[nn.Module, CarryoverCache]] = WeakKeyDictionary()
+
+
+def recall(cache: Cache, drafter: nn.Module) -> CarryoverCache:
+    """A drafter's memory of a target's cache, new for a new one; taken out until its call has ended well."""
+    memory: CarryoverCache = MEMORIES.get(cache, WeakKeyDictionary()).pop(drafter, CarryoverCache())
+    memory.truncate(cache.get_seq_length())
+    return memory
+
+
+@contextmanager
+def remember(memory: CarryoverCache, *, of: nn.Module, cache: Cache, drafter: Any) -> Iterator[None]:
+    """For one call: watch the target's passes, and put the memory back with the rows of the last one.
+
+    No round gathers these, because none follows; of them stay what the target's ``cache`` keeps in the end.
+    """
+    seen: dict[str, Any] = {}
+
+    def see(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
+        seen.update(kwargs | {"states": output.hidden_states, "length": cache.get_seq_length()})
+
+    hook = of.register_forward_hook(see, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+    states = [seen["states"][i + 1].to(drafter.norm.weight) for i in drafter.config.target_layer_ids]
+    features = torch.cat(states, dim=-1)  # [1, S, F]
+    num_rows, length = features.shape[1], int(seen["length"])
+    kept = torch.arange(length - num_rows, length) < int(cache.get_seq_length())  # [S]
+    mask, positions = seen.get("attention_mask"), seen.get("position_ids")
+    if mask is not None and mask.dim() == 2:  # padding and holes are no text
+        kept &= mask[0, length - num_rows : length].bool().cpu()
+    positions = torch.arange(length - num_rows, length)[None] if positions is None else positions
+    memory.postpone(features[:, kept], positions[:, kept].to(features.device))
+    MEMORIES.setdefault(cache, WeakKeyDictionary())[drafter] = memory

@@ -14,6 +14,7 @@ from transformers.generation import SynthIDTextWatermarkingConfig as SynthID
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from .cache_carryover import recall, remember
 from .configuration_carryover import CarryoverDrafterConfig
 from .drafting import CarryoverCandidateGenerator
 
@@ -68,12 +69,14 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             check_inputs(input_ids, kwargs)
             passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
-            generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
+            memory = recall(kwargs["cache"], drafter)
+            generator = CarryoverCandidateGenerator(drafter, self, memory=memory, **passed_on)
             by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
             gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
             # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
             kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
-            return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
+            with remember(memory, of=self, cache=kwargs["cache"], drafter=drafter):
+                return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
         except ValueError as error:
             lossy = "cache that can be cropped" in str(error)  # the library's own sentence
             _refuse("leave assistant_model out", (lossy, "a cache that can be cropped", kwargs.get("cache")))

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import ModelOutput
 
-from .acceptance import DraftStats, Round, split_at_acceptance
+from .acceptance import DraftStats, Round, Verdict, split_at_acceptance
 from .cache_carryover import CarryoverCache
 from .modeling_carryover import CarryoverDrafterModel
 
@@ -29,6 +29,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         *,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
+        memory: CarryoverCache | None = None,
     ) -> None:
         self.drafter = drafter
         self.embedding = target.get_input_embeddings()
@@ -36,15 +37,13 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.head, self.head_place = drafter.proposal_head(output_head), place_of(output_head, drafter.device)
         self.embedding_place, self.dtype = place_of(self.embedding, drafter.device), target.dtype
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
-        self.max_length = generation_config.max_length
-        self.do_sample = generation_config.do_sample
+        self.max_length, self.do_sample = generation_config.max_length, generation_config.do_sample
         self.logits_processor = logits_processor
-        self.carry_enabled = drafter.carry_enabled
-        self.draft_length = longest_draft(drafter)
+        self.carry_enabled, self.draft_length = drafter.carry_enabled, longest_draft(drafter)
         # The user's own request for hidden states is for all of them; Transformers cannot split a partial list.
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
-        self.cache = CarryoverCache()
+        self.cache = CarryoverCache() if memory is None else memory
         self.stats = drafter.last_stats = DraftStats()
 
     def get_candidates(
@@ -71,16 +70,17 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             return input_ids, None
         record = Round(drafts=input_ids[0, :0], num_carried=0)
         self.stats.rounds.append(record)
-        num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
-        if num_drafts <= 0:  # the target's next token is the last
-            return input_ids, None
         start = perf_counter()
         # 1. Gather what the target computed for the rows of its last pass.
         features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)
+        num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
+        if num_drafts <= 0:  # the target's next token is the last
+            self.cache.postpone(verdict.accepted, positions[:, :-1])
+            return input_ids, None
         # 3. Remember: accepted rows for good, rejected rows for this round.
-        memory = self._remember(verdict.accepted, verdict.rejected)
+        memory, positions = self._remember(verdict, positions)
         record.num_carried, record.recycle_seconds = self.cache.num_carried, perf_counter() - start
         # 4. Draft a block from the anchor.
         hidden = self._draft(input_ids[:, -1:], memory, positions, num_drafts)
@@ -124,13 +124,17 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             features, positions = features[:, is_text[:-1]], positions[:, is_text]
         return features, positions, num_rejected
 
-    def _remember(self, accepted: Tensor, rejected: Tensor) -> Tensor:
-        """Announce the rows to the cache; returns them for the drafter's pass, ``[1, A + R, F]``."""
+    def _remember(self, verdict: Verdict, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Announce the rows to the cache; returns them for the drafter's pass, ``[1, A + R, F]``, and positions.
+
+        Positions are those of accepted rows and anchor, ``[1, A + 1]``; rows that waited come before both.
+        """
+        accepted, positions = self.cache.take(verdict.accepted, positions)
         self.cache.commit(accepted.shape[1])
-        self.cache.carry(rejected.shape[1] if self.carry_enabled else 0)
+        self.cache.carry(verdict.rejected.shape[1] if self.carry_enabled else 0)
         if self.cache.num_carried == 0:
-            return accepted
-        return torch.cat([accepted, self.drafter.mark_rejected(rejected)], dim=1)
+            return accepted, positions
+        return torch.cat([accepted, self.drafter.mark_rejected(verdict.rejected)], dim=1), positions
 
     def _draft(self, anchor: Tensor, memory: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
         """One drafter pass over new memory and block; returns the drafting slots' last hidden states, ``[1, K, D]``.

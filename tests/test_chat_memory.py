@@ -1,0 +1,155 @@
+"""A drafter's memory of a target's cache lasts from one turn of a chat to the next, and no longer."""
+
+import gc
+
+import pytest
+import torch
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from hf_carryover import CarryoverCache
+from hf_carryover.cache_carryover import MEMORIES
+from tests.fakes import KINDS, make_drafter, make_target, plain, prompt
+
+
+def turn(target, cache, text, **options):
+    """One turn: what the cache lacks of a text ``[1, T]``, with the whole text's mask."""
+    new = text[:, cache.get_seq_length() :]
+    return plain(target, input_ids=new, attention_mask=torch.ones_like(text), cache=cache, **options)
+
+
+def whole(text, cache, answer, seen):
+    """Text and answer: `generate` returns the ids that it was given and the new ones."""
+    return torch.cat([text[:, :seen], answer], dim=1)
+
+
+def memory_afresh(target, drafter, text):
+    """Keys and values of a text's rows in every layer, computed at once."""
+    states = target(input_ids=text, output_hidden_states=True).hidden_states
+    features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+    cache = CarryoverCache()
+    cache.commit(features.shape[1])
+    positions = torch.arange(features.shape[1] + drafter.config.block_size)[None]
+    drafter(torch.zeros(1, drafter.config.block_size, 32), features, positions, cache=cache)
+    return features, cache
+
+
+def check(target, drafter, cache, text):
+    """The memory of the cache is that of the text, row for row."""
+    memory = MEMORIES[cache][drafter]
+    features, afresh = memory_afresh(target, drafter, text[:, : cache.get_seq_length()])
+    kept = memory.num_committed
+    assert bool(memory.layers) == (kept > 0)
+    for i, layer in enumerate(memory.layers):
+        for ours, theirs in zip((layer.keys, layer.values), afresh.visible(i), strict=True):
+            torch.testing.assert_close(ours[:, :, :kept], theirs[:, :, :kept], rtol=1e-3, atol=1e-4)
+    waiting = torch.cat([rows for rows, _ in memory.waiting], dim=1)
+    torch.testing.assert_close(waiting, features[:, memory.num_committed :], rtol=1e-3, atol=1e-4)
+    places = torch.cat([places for _, places in memory.waiting], dim=1)[0].tolist()
+    assert places == list(range(memory.num_committed, cache.get_seq_length()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_new", [1, 2, 17], ids=["no-round", "one-draft", "many-rounds"])
+def test_a_second_and_third_turn_go_on_from_the_memory(kind, num_new):
+    # z-lab: bstnxbt/dflash-mlx#19, huggingface/transformers#24841: reuse across turns with the drafter on.
+    target, drafter, cache = make_target(), make_drafter(kind), DynamicCache()
+    text = prompt(9)
+
+    for seed in range(3):
+        seen = cache.get_seq_length()
+        answer = turn(target, cache, text, assistant_model=drafter, max_new_tokens=num_new)
+        expected = plain(target, input_ids=text, max_new_tokens=num_new)
+        text = whole(text, cache, answer, seen)
+
+        assert torch.equal(text, expected)
+        if num_new > 1:
+            check(target, drafter, cache, text)
+        text = torch.cat([text, prompt(4, seed=seed)], dim=1)
+
+
+@torch.no_grad()
+def test_a_second_turn_accepts_as_much_as_a_call_with_the_whole_text():
+    target, drafter = make_target(), make_drafter()
+    cache, text = DynamicCache(), prompt(9)
+    answer = turn(target, cache, text, assistant_model=drafter, max_new_tokens=12)
+    text = torch.cat([answer, prompt(5, seed=3)], dim=1)
+
+    turn(target, cache, text, assistant_model=drafter)
+    second = drafter.last_stats
+    plain(target, input_ids=text, attention_mask=torch.ones_like(text), assistant_model=drafter)
+
+    assert [r.drafted_ids for r in second.rounds] == [r.drafted_ids for r in drafter.last_stats.rounds]
+    assert second.histogram == drafter.last_stats.histogram
+
+
+@torch.no_grad()
+def test_a_cache_that_was_cropped_takes_its_memory_along():
+    target, drafter, cache, text = make_target(), make_drafter(), DynamicCache(), prompt(9)
+    answer = turn(target, cache, text, assistant_model=drafter, max_new_tokens=12)
+
+    cache.crop(-(cache.get_seq_length() - 11))
+    text = torch.cat([answer[:, :11], prompt(5, seed=3)], dim=1)
+    seen = cache.get_seq_length()
+    second = turn(target, cache, text, assistant_model=drafter)
+
+    assert torch.equal(whole(text, cache, second, seen), plain(target, input_ids=text))
+    check(target, drafter, cache, whole(text, cache, second, seen))
+
+
+@torch.no_grad()
+def test_a_text_that_a_criterion_ended_inside_a_block_leaves_the_right_memory():
+    class Fifth(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] >= 9 + 5])
+
+    target, drafter, cache, text = make_target(), make_drafter(), DynamicCache(), prompt(9)
+
+    answer = turn(target, cache, text, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Fifth()]))
+
+    assert answer.shape[1] == 14
+    assert cache.get_seq_length() == 13
+    memory = MEMORIES[cache][drafter]
+    assert memory.num_committed + sum(rows.shape[1] for rows, _ in memory.waiting) == 13
+
+
+@torch.no_grad()
+def test_a_prompt_with_holes_leaves_only_its_text():
+    target, drafter, cache, text = make_target(), make_drafter(), DynamicCache(), prompt(9)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1]])
+
+    plain(target, input_ids=text, attention_mask=mask, cache=cache, assistant_model=drafter, max_new_tokens=1)
+
+    (rows, places) = MEMORIES[cache][drafter].waiting[0]
+    assert rows.shape[1] == places.shape[1] == 6
+
+
+@torch.no_grad()
+def test_every_drafter_has_its_own_memory_and_it_goes_with_the_cache():
+    target, one, two = make_target(), make_drafter(), make_drafter("markov-rnn", seed=4)
+    cache, text = DynamicCache(), prompt(9)
+    before = len(MEMORIES)
+
+    answer = turn(target, cache, text, assistant_model=one, max_new_tokens=8)
+    turn(target, cache, torch.cat([answer, prompt(3)], dim=1), assistant_model=two, max_new_tokens=8)
+
+    assert set(MEMORIES[cache]) == {one, two}
+    assert len(MEMORIES) == before + 1
+    del cache
+    gc.collect()
+    assert len(MEMORIES) == before
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_no_memory():
+    class Angry(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            raise RuntimeError("no")
+
+    target, drafter, cache, text = make_target(), make_drafter(), DynamicCache(), prompt(9)
+
+    with pytest.raises(RuntimeError, match="no"):
+        turn(target, cache, text, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Angry()]))
+
+    assert drafter not in MEMORIES.get(cache, {})
+    assert not target._forward_hooks
