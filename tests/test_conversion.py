@@ -79,7 +79,7 @@ def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path):
             r"in `dflash_config` of .* got \['conv_kernel_size'\]",
         ),
         ({"architectures": ["DFlash2DraftModel"]}, r"got \['DFlash2DraftModel'\]; other drafters, DFlash2DraftModel"),
-        ({"architectures": ["Qwen3DSparkModel"]}, r"got \['Qwen3DSparkModel'\]; other drafters"),
+        ({"architectures": ["DFlashDraftModel", "Other"]}, r"got \['DFlashDraftModel', 'Other'\]; other drafters"),
         ({"intermediate_size": 40}, r"Expected `layers.0.mlp.*` of shape .* got"),
         ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, r"unknown: \['layers.1"),
         ({"num_hidden_layers": 3, "layer_types": ...}, r"missing: \['layers.2"),

@@ -1,4 +1,4 @@
-"""How do public drafters get in? From z-lab's format: nothing guessed, every tensor and field used or refused."""
+"""How do drafters get in? Ours, or a public one: nothing guessed, every tensor and field used or refused."""
 
 import json
 from pathlib import Path
@@ -12,31 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
+from hf_carryover.conversion import deepspec, speculators, zlab
+from hf_carryover.conversion.fields import lent_weight
 from hf_carryover.decoding import check_pair
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
-# Fields of a z-lab config that mean the same in ours.
-SAME_FIELDS = {
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "initializer_range",
-    "attention_bias", "attention_dropout", "layer_types", "is_causal", "num_target_layers", "rope_parameters",
-    "rope_theta", "rope_scaling", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype",
-}  # fmt: skip
-# Drafting facts, at the top or nested in `dflash_config`; a conflict between the two is an error.
-DRAFT_FIELDS = {
-    "block_size", "mask_token_id", "target_layer_ids", "input_embedding_scale", "output_multiplier",
-    "final_logit_softcapping",
-}  # fmt: skip
-# Bookkeeping, and fields without a part in the result: embeddings are borrowed, `layer_types` says which layers slide.
-IGNORED_FIELDS = {
-    "architectures", "auto_map", "model_type", "transformers_version", "tie_word_embeddings", "use_cache",
-    "use_sliding_window", "sliding_window", "max_window_layers", "dflash_config", "return_dict",
-    "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
-}  # fmt: skip
-REQUIRED_FIELDS = (
-    "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-)  # fmt: skip
+# What engines must not take for weights of the drafter: the carry embedding of a folder that `convert_drafter` wrote.
+SIDE_FILE = "carryover.safetensors"
+# Frozen copies that some formats hold of what our drafters borrow from their target.
+COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight"}
 
 
 def load_drafter(
@@ -67,11 +51,12 @@ def load_dflash(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> CarryoverDrafterModel:
-    """Load a public DFlash drafter (z-lab's ``DFlashDraftModel``) as ours.
+    """Load a public DFlash or DSpark drafter as ours: z-lab's, DeepSpec's or one of the package speculators.
 
     Args:
         folder_or_hub_id: A local folder or a Hub id.
-        target: The model that it drafts for; checked to fit, and the drafter is put on its device.
+        target: The model that it drafts for; checked to fit, and the drafter is put on its device. Needed where the
+            folder holds copies of the target's embedding or head: they must equal the target's own, and are dropped.
         dtype: Of the drafter; None: the checkpoint's own.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -86,20 +71,24 @@ def load_dflash(
     if not folder.is_dir():
         allowed = ["config.json", "*.safetensors", "*.safetensors.index.json"]
         folder = Path(snapshot_download(str(folder_or_hub_id), revision=revision, allow_patterns=allowed))
-    config = read_dflash_config(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    config = read_config(raw, folder / "config.json")
     tensors = read_tensors(folder)
+    if "speculators_model_type" in raw:
+        tensors = speculators.read_draft_vocab(tensors, config, folder)
     with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in CarryoverDrafterModel(config).state_dict().items()}
+        empty = CarryoverDrafterModel(config)
+    if target is not None:
+        check_pair(target, empty)
+    tensors = drop_copies(tensors, target, folder)
+    expected = {name: tensor.shape for name, tensor in empty.state_dict().items()}
     tensors.setdefault("carry_embedding", torch.zeros(expected["carry_embedding"]))
     check_tensors(tensors, expected, folder)
     # Not `.to(dtype)`: the rotary table stays in fp32, as when one of our own folders is loaded.
     dtype = dtype or tensors["fc.weight"].dtype
     drafter = CarryoverDrafterModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
     drafter.config.name_or_path = str(folder_or_hub_id)
-    if target is not None:
-        check_pair(target, drafter)
-        drafter.to(target.device)
-    return drafter
+    return drafter if target is None else drafter.to(target.device)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -115,55 +104,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def read_dflash_config(path: Path) -> CarryoverDrafterConfig:
-    """The configuration of a z-lab checkpoint as ours; a field is used, known bookkeeping, or refused by name."""
-    raw = read_json(path)
-    if raw.get("architectures") != ["DFlashDraftModel"]:
-        raise ValueError(
-            f"Expected `architectures` ['DFlashDraftModel'] (z-lab's format) in {path}, got "
-            f"{raw.get('architectures')}; other drafters, DFlash2DraftModel among them, are not read yet."
-        )
-    nested = raw.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise ValueError(f"Expected an object as `dflash_config` in {path}, got {nested!r}; download the file again.")
-    fields = merge_nested(raw, nested, path)
-    if unknown := sorted(fields.keys() - SAME_FIELDS - DRAFT_FIELDS - IGNORED_FIELDS):
-        raise ValueError(
-            f"Expected fields of a DFlash drafter in {path}, got also {unknown}; they may change the result."
-        )
-    if missing := [name for name in REQUIRED_FIELDS if name not in fields]:
-        raise ValueError(f"Expected the fields {missing} in {path}, found none; facts of training are not guessed.")
-    if fields.get("use_sliding_window") and not fields.get("layer_types"):
-        raise ValueError(
-            f"Expected `layer_types` in {path} beside `use_sliding_window`, found none; say which layers slide."
-        )
-    kept = {name: fields[name] for name in fields.keys() & (SAME_FIELDS | DRAFT_FIELDS)}
-    if "sliding_attention" in (kept.get("layer_types") or []):
-        kept["sliding_window"] = fields.get("sliding_window")
-    # DFlash takes raw embedding rows, times a factor where the checkpoint names one.
-    kept.setdefault("input_embedding_scale", 1.0)
-    return CarryoverDrafterConfig(sample_from_anchor=False, **kept)
-
-
-def merge_nested(raw: dict[str, Any], nested: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of ``dflash_config`` beside those at the top; the two must not contradict each other."""
-    if unknown := sorted(nested.keys() - DRAFT_FIELDS - {"num_target_layers"}):
-        raise ValueError(
-            f"Expected known fields in `dflash_config` of {path}, got {unknown}; they may change the result."
-        )
-    for name in nested.keys() & raw.keys():
-        if nested[name] != raw[name]:
-            raise ValueError(
-                f"Expected one `{name}` in {path}, got {raw[name]} at the top and {nested[name]} in `dflash_config`; "
-                "remove the wrong one."
-            )
-    return raw | nested
+def read_config(raw: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
+    """The configuration of a public checkpoint as ours, by the format that it names."""
+    if "speculators_model_type" in raw:
+        return speculators.read_config(raw, path)
+    if raw.get("architectures") == [deepspec.ARCHITECTURE]:
+        return deepspec.read_config(raw, path)
+    if raw.get("architectures") == [zlab.ARCHITECTURE]:
+        return zlab.read_config(raw, path)
+    raise ValueError(
+        f"Expected `architectures` ['{zlab.ARCHITECTURE}'] (z-lab) or ['{deepspec.ARCHITECTURE}'] (DeepSpec) or a "
+        f"`speculators_model_type` in {path}, got {raw.get('architectures')}; other drafters, DFlash2DraftModel and "
+        "Gemma4DSparkModel among them, compute otherwise and are not read."
+    )
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not [file for file in files if file.name != SIDE_FILE]:
         raise FileNotFoundError(
             f"Expected a *.safetensors file in {folder}, found none; pickled weights are not read."
         )
@@ -177,8 +136,35 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             ) from error
         if twice := tensors.keys() & shard.keys():
             raise ValueError(f"Expected each tensor once in {folder}, found {sorted(twice)} in two files; remove one.")
+        if file.name == SIDE_FILE:
+            shard.pop("carry_embedding_folded", None)  # follows from the carry embedding
         tensors |= shard
     return tensors
+
+
+def drop_copies(tensors: dict[str, Tensor], target: PreTrainedModel | None, folder: Path) -> dict[str, Tensor]:
+    """The tensors without frozen copies of the target's embedding and head, which must equal the target's own.
+
+    Target and copy may be stored in different precision; they are compared in the coarser one.
+    """
+    names = sorted(tensors.keys() & COPIES)
+    for name in names:
+        if target is None:
+            raise ValueError(
+                f"Expected a target to compare {names} in {folder} with (our drafters borrow them from it), got none; "
+                "pass the target that the drafter was made for, on the command line with --target."
+            )
+        own = lent_weight(target, name)  # [V, D]
+        copy = tensors[name].to(own.device)
+        if name != "embed_tokens.weight" and "draft_vocab_ids" in tensors:
+            own = own[tensors["draft_vocab_ids"].to(own.device)]  # [Vd, D]
+        coarser = min(own.dtype, copy.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(own.to(coarser), copy.to(coarser)):
+            raise ValueError(
+                f"Expected `{name}` in {folder} to equal the target's own {list(own.shape)}, got another "
+                f"{list(copy.shape)}; pass the target that the drafter was made for."
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in COPIES}
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, torch.Size], folder: Path) -> None:
