@@ -21,6 +21,7 @@ from hf_carryover.conversion.fields import (
     refuse_beyond_qwen3,
     refuse_unexpressed,
     refuse_windows,
+    target_depth,
     write_heads,
     write_layers,
 )
@@ -51,7 +52,7 @@ def write(drafter: CarryoverDrafterModel, target: PreTrainedModel | None) -> tup
     fields = {
         "architectures": [ARCHITECTURE],
         **{name: vars(config)[name] for name in DRAFT_FIELDS},
-        "num_target_layers": target.config.get_text_config(decoder=True).num_hidden_layers,
+        "num_target_layers": target_depth(target),
         "num_anchors": NUM_ANCHORS,
         **write_heads(config),
         **write_layers(config),

@@ -152,10 +152,15 @@ def need_target(kind: str, target: PreTrainedModel | None) -> PreTrainedModel:
     """The target, which some formats name or hold copies of."""
     if target is None:
         raise ValueError(
-            f"Expected the target, which a {kind} folder names or holds copies of, got none; pass it, on the command "
-            "line with --target."
+            f"Expected the target, which a {kind} folder describes or holds copies of, got none; pass it, on the "
+            "command line with --target."
         )
     return target
+
+
+def target_depth(target: PreTrainedModel) -> int:
+    """Layers of the target."""
+    return int(target.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def lent_weight(target: PreTrainedModel, name: str) -> Tensor:

@@ -7,7 +7,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
-from hf_carryover.conversion.fields import DRAFT_FIELDS, embedding_scale, read_fields, refuse_unexpressed, write_layers
+from hf_carryover.conversion.fields import (
+    DRAFT_FIELDS,
+    embedding_scale,
+    need_target,
+    read_fields,
+    refuse_unexpressed,
+    target_depth,
+    write_layers,
+)
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -60,6 +68,7 @@ def write(drafter: CarryoverDrafterModel, target: PreTrainedModel | None) -> tup
     }
     nested |= {name: value for name, (value, usual) in optional.items() if value != usual}
     fields = {"architectures": [ARCHITECTURE], "block_size": config.block_size, **write_layers(config)}
-    known = {"num_target_layers": config.num_target_layers, "is_causal": config.is_causal}
-    fields |= {name: value for name, value in known.items() if value is not None}
-    return fields | {"dflash_config": nested}, dict(drafter.state_dict())
+    if config.is_causal is not None:
+        fields["is_causal"] = config.is_causal
+    depth = config.num_target_layers or target_depth(need_target("z-lab", target))
+    return fields | {"num_target_layers": depth, "dflash_config": nested}, dict(drafter.state_dict())
