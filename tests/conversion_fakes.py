@@ -107,17 +107,17 @@ def edit_tensors(folder: Path, edit: Any) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def a_block(target: Any, drafter_config: Any, *, length: int = 20, anchor: int = 9) -> tuple[Any, Any, int]:
-    """A text ``[1, T]``, its rows' features ``[1, T, F]`` and the place of an anchor in it."""
+def a_block(target: Any, *, length: int = 20, anchor: int = 9) -> tuple[Any, Any, int]:
+    """A text ``[1, T]``, all its hidden states (each format has its own numbers for them), and an anchor's place."""
     ids = prompt(length)
     with torch.no_grad():
-        states = target(ids, output_hidden_states=True).hidden_states
-    return ids, torch.cat([states[i + 1] for i in drafter_config.target_layer_ids], dim=-1), anchor
+        return ids, target(ids, output_hidden_states=True).hidden_states, anchor
 
 
 @torch.no_grad()
-def block_logits(drafter: CarryoverDrafterModel, target: Any, ids: Any, features: Any, anchor: int) -> torch.Tensor:
+def block_logits(drafter: CarryoverDrafterModel, target: Any, ids: Any, states: Any, anchor: int) -> torch.Tensor:
     """Our logits of one block, ``[1, K, V]``; a Markov head reads the text itself."""
+    features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)  # [1, T, F]
     slots = drafter.embed_block(ids[:, anchor : anchor + 1], target.get_input_embeddings())
     hidden = drafter(
         noise_embeds=slots,

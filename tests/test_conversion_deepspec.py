@@ -23,9 +23,10 @@ def turn(x, positions):
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
-def written_again(folder, ids, features, anchor):
+def written_again(folder, ids, states, anchor):
     """What DeepSpec computes for a block, ``[1, K, V]``, from METHOD.md: nobody's code, but the folder's tensors."""
     c, t = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    features = torch.cat([states[i + 1] for i in c["target_layer_ids"]], dim=-1)
     heads, groups, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     block = torch.full((c["block_size"],), c["mask_token_id"])
     block[0] = ids[0, anchor]
@@ -74,10 +75,10 @@ def test_a_deepspec_drafter_has_the_logits_of_the_mathematics_written_again(kind
 
     drafter = load_dflash(tmp_path, target=target)
 
-    ids, features, anchor = a_block(target, drafter.config)
-    ours = block_logits(drafter, target, ids, features, anchor)
+    block = a_block(target)
+    ours = block_logits(drafter, target, *block)
     assert ours.shape[1] == drafter.config.block_size
-    torch.testing.assert_close(ours, written_again(tmp_path, ids, features, anchor), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, written_again(tmp_path, *block), rtol=1e-5, atol=1e-5)
 
 
 def test_a_deepspec_drafter_drafts_at_once_and_carries_nothing(tmp_path):

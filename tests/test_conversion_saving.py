@@ -256,18 +256,18 @@ def test_the_package_dflash_loads_a_zlab_export_with_our_logits(case, target, tm
     model, info = theirs.DFlashDraftModel.from_pretrained(tmp_path / "out", output_loading_info=True)
 
     assert (set(info["missing_keys"]), set(info["unexpected_keys"])) == (set(), set())
-    ids, features, anchor = a_block(target, original.config)
+    ids, states, anchor = a_block(target)
     block = torch.full((1, 5), 60)
     block[0, 0] = ids[0, anchor]
     scale = float(theirs._draft_value(model.config, "input_embedding_scale", 1.0))
     with torch.no_grad():
         hidden = model.eval()(
-            target_hidden=features[:, :anchor],
+            target_hidden=theirs.extract_context_feature(states, model.target_layer_ids)[:, :anchor],
             noise_embedding=theirs._raw_input_embeddings(target, block, scale),
             position_ids=torch.arange(anchor + 5)[None],
         )
         logits = model.compute_logits(hidden[:, 1:], target.lm_head)
-    torch.testing.assert_close(block_logits(original, target, ids, features, anchor), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(block_logits(original, target, ids, states, anchor), logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.all
@@ -279,6 +279,6 @@ def test_the_package_speculators_loads_an_export_with_our_logits(number, target,
 
     convert_drafter(tmp_path / "ours", tmp_path / "out", to="speculators", target=target)
 
-    block = a_block(target, original.config)
+    block = a_block(target)
     theirs = their_logits(tmp_path / "out", *block)
     torch.testing.assert_close(block_logits(original, target, *block), theirs, rtol=1e-5, atol=1e-5)

@@ -157,12 +157,13 @@ def make_speculators_folder(folder, target_folder, *, kind, **fields):
 
 
 @torch.no_grad()
-def their_logits(folder, ids, features, anchor):
+def their_logits(folder, ids, states, anchor):
     """The package's logits of one block, ``[1, K, V]``, from its training pass with a single anchor."""
     package = pytest.importorskip("speculators", reason="run `make test-all`, which installs speculators")
     config = package.SpeculatorModelConfig.from_pretrained(str(folder))
     config.transformer_layer_config._attn_implementation = "eager"
     model = package.SpeculatorModel.from_pretrained(str(folder), config=config).eval()
+    features = torch.cat([states[i] for i in config.aux_hidden_state_layer_ids], dim=-1)
     only_anchor = torch.zeros(ids.shape).index_fill(1, torch.tensor([anchor]), 1.0)
     hidden, logits, *_ = model._backbone_forward(
         features, ids, only_anchor, torch.zeros(1, ids.shape[1], 32), torch.zeros_like(ids), max_anchors=1
@@ -197,6 +198,6 @@ def test_a_folder_of_the_package_speculators_has_its_logits(kind, fields, tmp_pa
 
     drafter = load_dflash(tmp_path / "drafter", target=target)
 
-    block = a_block(target, drafter.config)
+    block = a_block(target)
     theirs = their_logits(tmp_path / "drafter", *block)
     torch.testing.assert_close(block_logits(drafter, target, *block), theirs, rtol=1e-5, atol=1e-5)
