@@ -14,17 +14,16 @@ from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion.fields import (
     DRAFT_FIELDS,
     HEAD_FIELDS,
-    lent_weight,
-    need_target,
+    make_config,
     read_fields,
     read_heads,
     refuse_beyond_qwen3,
     refuse_unexpressed,
     refuse_windows,
-    target_depth,
     write_heads,
     write_layers,
 )
+from hf_carryover.conversion.lending import lent_weight, need_target, target_depth
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -37,7 +36,7 @@ def read_config(raw: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
     kept = read_fields(raw, path, kind="DeepSpec", used={*DRAFT_FIELDS, *HEAD_FIELDS}, ignored={"num_anchors"})
     refuse_windows(kept, path, kind="DeepSpec")
     facts = {"sample_from_anchor": True, "input_embedding_scale": 1.0}
-    return CarryoverDrafterConfig(**(kept | read_heads(raw, path) | facts))
+    return make_config(kept | read_heads(raw, path) | facts, path)
 
 
 def write(drafter: CarryoverDrafterModel, target: PreTrainedModel | None) -> tuple[dict[str, Any], dict[str, Tensor]]:

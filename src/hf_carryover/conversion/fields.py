@@ -4,10 +4,11 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
+from hf_carryover.conversion.lending import embedding_scale, lent_weight
 
 # Fields that every format writes about the layers, in the order in which we write them.
 LAYER_FIELDS = (
@@ -59,6 +60,14 @@ def read_fields(
     if "sliding_attention" in (kept.get("layer_types") or []):
         kept["sliding_window"] = fields.get("sliding_window")
     return kept
+
+
+def make_config(fields: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
+    """The configuration that a file's fields describe, or an error that names the file and the field."""
+    try:
+        return CarryoverDrafterConfig(**fields)
+    except (StrictDataclassError, TypeError) as error:
+        raise ValueError(f"Expected a drafter's settings in {path}, got: {error}") from error
 
 
 def require(fields: dict[str, Any], names: tuple[str, ...], path: Path) -> None:
@@ -128,49 +137,3 @@ def refuse_beyond_qwen3(kind: str, config: CarryoverDrafterConfig, target: PreTr
         (config.final_logit_softcapping is not None, "capped logits (`final_logit_softcapping`)"),
     )
     lent_weight(target, "lm_head.weight")
-
-
-def embedding_scale(config: CarryoverDrafterConfig, target: PreTrainedModel | None) -> float:
-    """The factor on the target's raw embedding rows, which public formats name and ours may leave to the target."""
-    if config.input_embedding_scale is not None:
-        return config.input_embedding_scale
-    if target is None:
-        raise ValueError(
-            "Expected the target, to see whether it scales its embeddings (`input_embedding_scale` is None), got "
-            "none; pass it, on the command line with --target."
-        )
-    embedding = target.get_input_embeddings()
-    if type(embedding) is not nn.Embedding:
-        raise ValueError(
-            f"Expected plain embeddings or a factor, got {type(embedding).__name__} and `input_embedding_scale` "
-            "None; write the target's factor into the drafter's config.json."
-        )
-    return 1.0
-
-
-def need_target(kind: str, target: PreTrainedModel | None) -> PreTrainedModel:
-    """The target, which some formats name or hold copies of."""
-    if target is None:
-        raise ValueError(
-            f"Expected the target, which a {kind} folder describes or holds copies of, got none; pass it, on the "
-            "command line with --target."
-        )
-    return target
-
-
-def target_depth(target: PreTrainedModel) -> int:
-    """Layers of the target."""
-    return int(target.config.get_text_config(decoder=True).num_hidden_layers)
-
-
-def lent_weight(target: PreTrainedModel, name: str) -> Tensor:
-    """The target's embedding (``embed_tokens.weight``) or else output head, ``[V, D]``, if it is one plain weight."""
-    is_embedding = name == "embed_tokens.weight"
-    module = target.get_input_embeddings() if is_embedding else target.get_output_embeddings()
-    if not isinstance(module, nn.Embedding if is_embedding else nn.Linear):
-        raise ValueError(f"Expected a target with plain weights, got {type(module).__name__}; load it unquantized.")
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        raise ValueError(
-            "Expected a target whose output head has no bias, got one with; only z-lab borrows the whole head."
-        )
-    return module.weight

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_carryover.conversion import deepspec, speculators, zlab
-from hf_carryover.conversion.loading import SIDE_FILE, load_drafter
+from hf_carryover.conversion.folders import SIDE_FILE
+from hf_carryover.conversion.loading import load_drafter
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 WRITERS = {"z-lab": zlab.write, "deepspec": deepspec.write, "speculators": speculators.write}

@@ -15,8 +15,7 @@ from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion.fields import (
     HEAD_FIELDS,
     IGNORED_FIELDS,
-    lent_weight,
-    need_target,
+    make_config,
     read_fields,
     read_heads,
     refuse_beyond_qwen3,
@@ -26,6 +25,7 @@ from hf_carryover.conversion.fields import (
     write_heads,
     write_layers,
 )
+from hf_carryover.conversion.lending import lent_weight, need_target
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 # The release whose folders `write` makes.
@@ -82,7 +82,8 @@ def read_config(raw: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
         )
     if raw["draft_vocab_size"] != kept["vocab_size"]:
         kept["draft_vocab_size"] = raw["draft_vocab_size"]
-    return CarryoverDrafterConfig(sample_from_anchor=raw["sample_from_anchor"], input_embedding_scale=1.0, **kept)
+    kept |= {"sample_from_anchor": raw["sample_from_anchor"], "input_embedding_scale": 1.0}
+    return make_config(kept, path)
 
 
 def read_draft_vocab(tensors: dict[str, Tensor], config: CarryoverDrafterConfig, folder: Path) -> dict[str, Tensor]:

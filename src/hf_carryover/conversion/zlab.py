@@ -9,13 +9,12 @@ from transformers import PreTrainedModel
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion.fields import (
     DRAFT_FIELDS,
-    embedding_scale,
-    need_target,
+    make_config,
     read_fields,
     refuse_unexpressed,
-    target_depth,
     write_layers,
 )
+from hf_carryover.conversion.lending import embedding_scale, need_target, target_depth
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -32,7 +31,7 @@ def read_config(raw: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
     kept = read_fields(fields, path, kind="DFlash", used=NESTED_FIELDS, ignored={"dflash_config"})
     # DFlash takes raw embedding rows, times a factor where the checkpoint names one.
     kept.setdefault("input_embedding_scale", 1.0)
-    return CarryoverDrafterConfig(sample_from_anchor=False, **kept)
+    return make_config({"sample_from_anchor": False} | kept, path)
 
 
 def merge_nested(raw: dict[str, Any], nested: dict[str, Any], path: Path) -> dict[str, Any]:
