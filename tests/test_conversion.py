@@ -70,6 +70,8 @@ def test_the_dtype_is_the_checkpoints_unless_asked(tmp_path):
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, r"Expected the fields \['mask_token_id'\]"),
         ({"dflash_config": ...}, r"Expected the fields \['mask_token_id', 'target_layer_ids'\]"),
         ({"head_dim": ...}, r"Expected the fields \['head_dim'\]"),
+        ({"block_size": "five"}, "Expected a drafter's settings in .*config.json, got: .*'block_size'"),
+        ({"dflash_config": 3}, "Expected an object as `dflash_config` in .* got 3"),
         ({"rope_theta": ...}, "Missing required field - 'rope_parameters'"),
         ({"mask_token_id": 3}, "Expected one `mask_token_id` .* got 3 at the top and 60 in `dflash_config`"),
         ({"use_sliding_window": True, "layer_types": ...}, "Expected `layer_types` .* beside `use_sliding_window`"),

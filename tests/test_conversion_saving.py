@@ -82,6 +82,26 @@ def test_engines_find_no_carry_embedding_among_the_weights(to, target, tmp_path)
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "proposals"),
+    [(make_zlab, "dflash", 4), (lambda: make_dspark("dflash"), "dspark", 5)],
+    ids=["the-anchor-does-not-draft", "the-anchor-drafts"],
+)
+def test_a_speculators_folder_names_its_target_and_as_many_proposals_as_slots_draft(
+    make, kind, proposals, target, tmp_path
+):
+    make().save_pretrained(tmp_path / "ours")
+
+    convert_drafter(tmp_path / "ours", tmp_path / "out", to="speculators", target=target)
+
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    use = config["speculators_config"]
+    assert (config["speculators_model_type"], use["algorithm"]) == (kind, kind)
+    assert [method["speculative_tokens"] for method in use["proposal_methods"]] == [proposals]
+    assert use["verifier"] == {"name_or_path": target.name_or_path, "architectures": ["LlamaForCausalLM"]}
+    assert config["aux_hidden_state_layer_ids"] == [1, 3]
+
+
 def test_the_folded_carry_embedding_does_after_fc_what_the_whole_one_does_before(tmp_path):
     drafter = make_zlab()
     drafter.save_pretrained(tmp_path / "ours")
