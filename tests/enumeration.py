@@ -48,7 +48,7 @@ class Tree:
 
 
 def law_of_target(target, ids, num_tokens, *, criteria=None, processors=(), tokenizer=None, **options):
-    """Probability of each continuation, from one plain pass a prefix, through Transformers' own processors and stops."""
+    """Probability of each continuation, from one plain pass a prefix, through Transformers' processors and stops."""
     config, kwargs = target._prepare_generation_config(
         None, do_sample=True, max_length=ids.shape[1] + num_tokens, **options
     )

@@ -1,15 +1,19 @@
 """How do public drafters get in? From z-lab's format: nothing guessed, every tensor and field used or refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.decoding import check_pair
@@ -33,6 +37,9 @@ IGNORED_FIELDS = {
     "use_sliding_window", "sliding_window", "max_window_layers", "dflash_config", "return_dict",
     "output_hidden_states", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
 }  # fmt: skip
+DTYPES = (None, "float64", "float32", "float16", "bfloat16")
+# What the Hub allows; everything else is a path.
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 REQUIRED_FIELDS = (
     "block_size", "mask_token_id", "target_layer_ids", "vocab_size", "hidden_size", "intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -43,21 +50,14 @@ def load_drafter(
     folder_or_hub_id: str | Path, *, target: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> CarryoverDrafterModel:
     """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`."""
-    path = Path(folder_or_hub_id) / "config.json"
-    if not Path(folder_or_hub_id).is_dir():
-        path = Path(hf_hub_download(str(folder_or_hub_id), "config.json"))
-    if read_json(path).get("model_type") != CarryoverDrafterConfig.model_type:
+    folder = find_folder(folder_or_hub_id)
+    path = folder / "config.json"
+    raw = read_json(path)
+    if raw.get("model_type") != CarryoverDrafterConfig.model_type:
         return load_dflash(folder_or_hub_id, target=target, dtype=dtype)
-    try:
-        drafter: CarryoverDrafterModel = CarryoverDrafterModel.from_pretrained(folder_or_hub_id, dtype=dtype or "auto")
-    except SafetensorError as error:
-        raise ValueError(
-            f"Expected whole weights in {folder_or_hub_id}, got: {error}; download them again."
-        ) from error
-    if target is not None:
-        check_pair(target, drafter)
-        drafter.to(target.device)
-    return drafter.eval()
+    drafter = build_drafter(make_config(raw, path), folder, target=target, dtype=dtype)
+    drafter.config.name_or_path = str(folder_or_hub_id)
+    return drafter
 
 
 def load_dflash(
@@ -71,7 +71,8 @@ def load_dflash(
 
     Args:
         folder_or_hub_id: A local folder or a Hub id.
-        target: The model that it drafts for; checked to fit, and the drafter is put on its device.
+        target: The model that it drafts for; checked to fit. The drafter is put on its device and, where it names no
+            special tokens, gets the target's, which Transformers' pipelines compare.
         dtype: Of the drafter; None: the checkpoint's own.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -79,26 +80,53 @@ def load_dflash(
         The drafter. Without a ``carry_embedding`` in the checkpoint it is zero and `carry_enabled` starts False.
 
     Raises:
-        FileNotFoundError: There is no ``config.json`` or no safetensors file.
+        FileNotFoundError: There is no such folder, no ``config.json`` or no safetensors file.
         ValueError: A field or tensor is missing, unknown or of the wrong shape, or the target does not fit.
     """
-    folder = Path(folder_or_hub_id)
-    if not folder.is_dir():
-        allowed = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-        folder = Path(snapshot_download(str(folder_or_hub_id), revision=revision, allow_patterns=allowed))
+    folder = find_folder(folder_or_hub_id, revision)
     config = read_dflash_config(folder / "config.json")
-    tensors = read_tensors(folder)
+    drafter = build_drafter(config, folder, target=target, dtype=dtype)
+    drafter.config.name_or_path = str(folder_or_hub_id)
+    return drafter
+
+
+def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a drafter, downloaded from the Hub if it is not one: settings and safetensors only."""
+    folder = Path(folder_or_hub_id)
+    if folder.is_dir():
+        return folder
+    if isinstance(folder_or_hub_id, Path) or folder.is_absolute() or not HUB_ID.fullmatch(folder_or_hub_id):
+        raise FileNotFoundError(f"Expected a drafter's folder or Hub id, found no {folder_or_hub_id}; check the path.")
+    allowed = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    return Path(snapshot_download(folder_or_hub_id, revision=revision, allow_patterns=allowed))
+
+
+def build_drafter(
+    config: CarryoverDrafterConfig, folder: Path, *, target: PreTrainedModel | None, dtype: torch.dtype | None
+) -> CarryoverDrafterModel:
+    """The drafter of a configuration and a folder's weights, which must fit before they take memory a second time."""
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in CarryoverDrafterModel(config).state_dict().items()}
+    tensors = read_tensors(folder)
     tensors.setdefault("carry_embedding", torch.zeros(expected["carry_embedding"]))
     check_tensors(tensors, expected, folder)
+    ids = tensors.get("draft_vocab_ids", torch.zeros(1))
+    if not torch.equal(ids, ids.clamp(0, config.vocab_size - 1)) or (ids.diff() <= 0).any():
+        raise ValueError(
+            f"Expected increasing token ids below {config.vocab_size} as `draft_vocab_ids` in {folder}, got "
+            f"{ids.tolist()[:8]}, ...; make the drafter again."
+        )
     # Not `.to(dtype)`: the rotary table stays in fp32, as when one of our own folders is loaded.
     dtype = dtype or tensors["fc.weight"].dtype
     drafter = CarryoverDrafterModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
-    drafter.config.name_or_path = str(folder_or_hub_id)
     if target is not None:
         check_pair(target, drafter)
         drafter.to(target.device)
+        theirs = target.config.get_text_config(decoder=True)
+        names = [
+            name for name in ("bos_token_id", "eos_token_id", "pad_token_id") if vars(drafter.config)[name] is None
+        ]
+        drafter.config.update({name: vars(theirs).get(name) for name in names})
     return drafter
 
 
@@ -142,7 +170,24 @@ def read_dflash_config(path: Path) -> CarryoverDrafterConfig:
         kept["sliding_window"] = fields.get("sliding_window")
     # DFlash takes raw embedding rows, times a factor where the checkpoint names one.
     kept.setdefault("input_embedding_scale", 1.0)
-    return CarryoverDrafterConfig(sample_from_anchor=False, **kept)
+    return make_config({"sample_from_anchor": False} | kept, path)
+
+
+def make_config(fields: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
+    """The configuration that a file's fields describe, or an error that names file and field."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    # The older name of `rope_type` is `type`.
+    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    dtype, act = fields.get("dtype", fields.get("torch_dtype")), fields.get("hidden_act", "silu")
+    ropes = ("default", *ROPE_INIT_FUNCTIONS)
+    known = {"hidden_act": (act, tuple(ACT2FN)), "rope_type": (rope_type, ropes), "dtype": (dtype, DTYPES)}
+    for name, (found, choices) in known.items():
+        if found not in choices:
+            raise ValueError(f"Expected `{name}` in {path} to be one of {sorted(map(str, choices))}, got {found!r}.")
+    try:
+        return CarryoverDrafterConfig.from_dict(fields)
+    except (StrictDataclassError, TypeError) as error:
+        raise ValueError(f"Expected a drafter's settings in {path}, got: {error}") from error
 
 
 def merge_nested(raw: dict[str, Any], nested: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -193,6 +238,10 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, torch.Size], f
         if tensor.shape != expected[name]:
             raise ValueError(
                 f"Expected `{name}` of shape {list(expected[name])} in {folder}, got {list(tensor.shape)}."
+            )
+        if name != "draft_vocab_ids" and not tensor.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point weights, found {tensor.dtype} in `{name}` in {folder}; de-quantise them."
             )
         if not tensor.isfinite().all():
             raise ValueError(f"Expected finite weights, found NaN or infinity in `{name}` in {folder}.")
