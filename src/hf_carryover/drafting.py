@@ -36,11 +36,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.head, self.head_place = drafter.proposal_head(output_head), place_of(output_head, drafter.device)
         self.embedding_place, self.dtype = place_of(self.embedding, drafter.device), target.dtype
         self.hidden_state_ids = [i + 1 for i in drafter.config.target_layer_ids]
-        self.max_length = generation_config.max_length
-        self.do_sample = generation_config.do_sample
+        self.max_length, self.do_sample = generation_config.max_length, generation_config.do_sample
         self.logits_processor = logits_processor
-        self.carry_enabled = drafter.carry_enabled
-        self.draft_length = longest_draft(drafter)
+        self.carry_enabled, self.draft_length = drafter.carry_enabled, longest_draft(drafter)
         # The user's own request for hidden states is for all of them; Transformers cannot split a partial list.
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
@@ -128,9 +126,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         """Announce the rows to the cache; returns them for the drafter's pass, ``[1, A + R, F]``."""
         self.cache.commit(accepted.shape[1])
         self.cache.carry(rejected.shape[1] if self.carry_enabled else 0)
-        if self.cache.num_carried == 0:
-            return accepted
-        return torch.cat([accepted, self.drafter.mark_rejected(rejected)], dim=1)
+        carried = [self.drafter.mark_rejected(rejected)] if self.cache.num_carried else []
+        return torch.cat([accepted, *carried], dim=1) if carried else accepted
 
     def _draft(self, anchor: Tensor, memory: Tensor, positions: Tensor, num_drafts: int) -> Tensor:
         """One drafter pass over new memory and block; returns the drafting slots' last hidden states, ``[1, K, D]``.

@@ -6,6 +6,8 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion.lending import embedding_scale, lent_weight
@@ -27,6 +29,7 @@ IGNORED_FIELDS = {
     "use_sliding_window", "sliding_window", "max_window_layers", "return_dict", "output_hidden_states",
     "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path",
 }  # fmt: skip
+DTYPES = (None, "float64", "float32", "float16", "bfloat16")
 DRAFT_FIELDS = ("block_size", "mask_token_id", "target_layer_ids")
 REQUIRED_FIELDS = (
     *DRAFT_FIELDS, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -64,8 +67,17 @@ def read_fields(
 
 def make_config(fields: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
     """The configuration that a file's fields describe, or an error that names the file and the field."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    # The older name of `rope_type` is `type`.
+    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    dtype, act = fields.get("dtype", fields.get("torch_dtype")), fields.get("hidden_act", "silu")
+    ropes = ("default", *ROPE_INIT_FUNCTIONS)
+    known = {"hidden_act": (act, tuple(ACT2FN)), "rope_type": (rope_type, ropes), "dtype": (dtype, DTYPES)}
+    for name, (found, choices) in known.items():
+        if found not in choices:
+            raise ValueError(f"Expected `{name}` in {path} to be one of {sorted(map(str, choices))}, got {found!r}.")
     try:
-        return CarryoverDrafterConfig(**fields)
+        return CarryoverDrafterConfig.from_dict(fields)
     except (StrictDataclassError, TypeError) as error:
         raise ValueError(f"Expected a drafter's settings in {path}, got: {error}") from error
 

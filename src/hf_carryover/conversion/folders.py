@@ -1,6 +1,7 @@
 """What stands in a drafter's folder? Settings and whole tensors, each once; nothing that could run code."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 # What engines must not take for weights of the drafter: the carry embedding of a folder that `convert_drafter` wrote.
 SIDE_FILE = "carryover.safetensors"
+# What the Hub allows; everything else is a path.
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Path:
@@ -19,8 +22,10 @@ def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Pa
     folder = Path(folder_or_hub_id)
     if folder.is_dir():
         return folder
+    if isinstance(folder_or_hub_id, Path) or folder.is_absolute() or not HUB_ID.fullmatch(folder_or_hub_id):
+        raise FileNotFoundError(f"Expected a drafter's folder or Hub id, found no {folder_or_hub_id}; check the path.")
     allowed = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-    return Path(snapshot_download(str(folder_or_hub_id), revision=revision, allow_patterns=allowed))
+    return Path(snapshot_download(folder_or_hub_id, revision=revision, allow_patterns=allowed))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,6 +76,10 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, torch.Size], f
         if tensor.shape != expected[name]:
             raise ValueError(
                 f"Expected `{name}` of shape {list(expected[name])} in {folder}, got {list(tensor.shape)}."
+            )
+        if name != "draft_vocab_ids" and not tensor.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point weights, found {tensor.dtype} in `{name}` in {folder}; de-quantise them."
             )
         if not tensor.isfinite().all():
             raise ValueError(f"Expected finite weights, found NaN or infinity in `{name}` in {folder}.")

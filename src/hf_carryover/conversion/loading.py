@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion import deepspec, speculators, zlab
+from hf_carryover.conversion.fields import make_config
 from hf_carryover.conversion.folders import check_tensors, find_folder, read_json, read_tensors
 from hf_carryover.conversion.lending import drop_copies
 from hf_carryover.decoding import check_pair
@@ -21,21 +20,14 @@ def load_drafter(
     folder_or_hub_id: str | Path, *, target: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> CarryoverDrafterModel:
     """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`."""
-    path = Path(folder_or_hub_id) / "config.json"
-    if not Path(folder_or_hub_id).is_dir():
-        path = Path(hf_hub_download(str(folder_or_hub_id), "config.json"))
-    if read_json(path).get("model_type") != CarryoverDrafterConfig.model_type:
+    folder = find_folder(folder_or_hub_id)
+    path = folder / "config.json"
+    raw = read_json(path)
+    if raw.get("model_type") != CarryoverDrafterConfig.model_type:
         return load_dflash(folder_or_hub_id, target=target, dtype=dtype)
-    try:
-        drafter: CarryoverDrafterModel = CarryoverDrafterModel.from_pretrained(folder_or_hub_id, dtype=dtype or "auto")
-    except SafetensorError as error:
-        raise ValueError(
-            f"Expected whole weights in {folder_or_hub_id}, got: {error}; download them again."
-        ) from error
-    if target is not None:
-        check_pair(target, drafter)
-        drafter.to(target.device)
-    return drafter.eval()
+    drafter = build_drafter(make_config(raw, path), read_tensors(folder), folder, target=target, dtype=dtype)
+    drafter.config.name_or_path = str(folder_or_hub_id)
+    return drafter
 
 
 def load_dflash(
@@ -49,8 +41,9 @@ def load_dflash(
 
     Args:
         folder_or_hub_id: A local folder or a Hub id.
-        target: The model that it drafts for; checked to fit, and the drafter is put on its device. Needed where the
-            folder holds copies of the target's embedding or head: they must equal the target's own, and are dropped.
+        target: The model that it drafts for; checked to fit. The drafter is put on its device and, where it names no
+            special tokens, gets the target's, which Transformers' pipelines compare. Needed where the folder holds
+            copies of the target's embedding or head: they must equal the target's own, and are dropped.
         dtype: Of the drafter; None: the checkpoint's own.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -58,7 +51,7 @@ def load_dflash(
         The drafter. Without a ``carry_embedding`` in the checkpoint it is zero and `carry_enabled` starts False.
 
     Raises:
-        FileNotFoundError: There is no ``config.json`` or no safetensors file.
+        FileNotFoundError: There is no such folder, no ``config.json`` or no safetensors file.
         ValueError: A field or tensor is missing, unknown or of the wrong shape, or the target does not fit.
     """
     folder = find_folder(folder_or_hub_id, revision)
@@ -89,10 +82,23 @@ def build_drafter(
     expected = {name: tensor.shape for name, tensor in empty.state_dict().items()}
     tensors.setdefault("carry_embedding", torch.zeros(expected["carry_embedding"]))
     check_tensors(tensors, expected, folder)
+    ids = tensors.get("draft_vocab_ids", torch.zeros(1))
+    if not torch.equal(ids, ids.clamp(0, config.vocab_size - 1)) or (ids.diff() <= 0).any():
+        raise ValueError(
+            f"Expected increasing token ids below {config.vocab_size} as `draft_vocab_ids` in {folder}, got "
+            f"{ids.tolist()[:8]}, ...; make the drafter again."
+        )
     # Not `.to(dtype)`: the rotary table stays in fp32, as when one of our own folders is loaded.
     dtype = dtype or tensors["fc.weight"].dtype
     drafter = CarryoverDrafterModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
-    return drafter if target is None else drafter.to(target.device)
+    if target is not None:
+        drafter.to(target.device)
+        theirs = target.config.get_text_config(decoder=True)
+        names = [
+            name for name in ("bos_token_id", "eos_token_id", "pad_token_id") if vars(drafter.config)[name] is None
+        ]
+        drafter.config.update({name: vars(theirs).get(name) for name in names})
+    return drafter
 
 
 def read_config(raw: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
