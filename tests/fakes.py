@@ -1,13 +1,15 @@
 """Stand-ins: tiny targets, tiny drafters, and a drafter whose acceptance is written in a script."""
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_carryover import CarryoverDrafterConfig, CarryoverDrafterModel
 
@@ -30,6 +32,9 @@ TARGETS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"head_dim": 8, "global_head_dim": 8, "sliding_window": 8},
     "gpt2": {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 512},
     "bloom": {"n_head": 4, "n_layer": LAYERS},
+    "gpt_neox": {},
+    "phi": {},
+    "olmo2": {},
 }
 
 
@@ -144,6 +149,15 @@ def write_zlab_folder(folder: Path, drafter: CarryoverDrafterModel, **changes: A
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return config
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """A real tokenizer of one character a token: token 0 is ``a``, 1 is ``b``; for stop strings and pipelines."""
+    characters = (string.ascii_letters + string.digits)[:VOCAB]
+    words = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(characters)}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
 
 
 class Letters:

@@ -37,15 +37,15 @@ MOST_LINES = {
     "decoding": 220,
     # 120 in STYLE.md: the checked, atomic unpacking takes more.
     "targets": 150,
-    "conversion": 250,
     "prompts": 120,
     "demo": 220,
-    "cli": 250,
+    # 250 in STYLE.md, for fewer options than the commands have by now.
+    "cli": 270,
 }
 
 
 # What a package answers in several files; each file has the same limit, and its imports point one way inside, too.
-PACKAGES = {"evaluation": 200, "training": 330}
+PACKAGES = {"conversion": 200, "evaluation": 200, "training": 330}
 
 
 def source_of(name):

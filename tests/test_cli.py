@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_carryover import CarryoverDrafterModel, cli, conversion, targets
+from tests.conversion_fakes import make_dspark, write_deepspec_folder
 from tests.evaluation_fakes import write_target
 from tests.fakes import Letters, make_drafter, make_target
 
@@ -24,7 +27,7 @@ def tiny(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["demo"], ["generate"], ["evaluate"], ["data"], ["train"]],
+    [[], ["demo"], ["generate"], ["evaluate"], ["data"], ["train"], ["convert"]],
     ids=lambda c: c[0] if c else "no-command",
 )
 def test_help_works(command):
@@ -55,6 +58,43 @@ def test_demo_fails_when_the_texts_differ(tiny, monkeypatch):
     monkeypatch.setattr("hf_carryover.demo.compare_texts", lambda *_: (False, "THE TEXTS DIFFER"))
 
     assert RUN.invoke(cli.app, ["demo", "--drafter", tiny, "--max-new-tokens", "8"]).exit_code == 1
+
+
+def test_convert_reads_a_public_drafter_and_writes_one(tmp_path, monkeypatch):
+    target, original = make_target(), make_dspark()
+    write_deepspec_folder(tmp_path / "public", original, target)
+    monkeypatch.setattr(targets, "load_target", lambda name, dtype: (target, Letters()))
+
+    into_ours = RUN.invoke(cli.app, ["convert", str(tmp_path / "public"), str(tmp_path / "ours"), "--target", "it"])
+    out_again = RUN.invoke(
+        cli.app, ["convert", str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "deepspec", "--target", "it"]
+    )
+
+    assert into_ours.exit_code == 0, into_ours.output
+    assert f"The drafter is in {tmp_path / 'ours'} (carryover)." in into_ours.output
+    assert f"The drafter is in {tmp_path / 'out'} (deepspec)." in out_again.output
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("public", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "gguf"], "Expected a format among carryover, z-lab, deepspec, speculators, got 'gguf'"),
+        (["--to", "deepspec"], "which a DeepSpec folder describes or holds copies of, got none; pass it"),
+        (["--to", "z-lab", "--target", "it"], "Expected a new folder, found"),
+    ],
+)
+def test_convert_says_in_one_sentence_why_it_does_not(arguments, message, tiny, tmp_path, monkeypatch, capsys):
+    out = tmp_path / ("out" if "it" not in arguments else "config.json")
+    monkeypatch.setattr(sys, "argv", ["hf-carryover", "convert", tiny, str(out), *arguments])
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+
+    assert stopped.value.code == 1
+    assert message in capsys.readouterr().err
 
 
 def test_data_and_train_make_a_drafter(tmp_path, monkeypatch):

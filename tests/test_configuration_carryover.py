@@ -46,7 +46,7 @@ def test_a_misspelt_field_is_an_error_that_names_it_and_the_right_one():
         ({"target_layer_ids": [2, 2]}, r"`target_layer_ids` must be increasing .* got \[2, 2\]"),
         ({"target_layer_ids": [-2]}, "`target_layer_ids` must be increasing layer ids from -1 on"),
         ({"target_layer_ids": [1, 3], "num_target_layers": 4}, r"below the target's last layer .* 3, got \[1, 3\]"),
-        ({"hidden_size": 0}, "`hidden_size` must be at least 1, got 0"),
+        ({"hidden_size": 0}, "`hidden_size` must be at least 1, at most 262144, got 0"),
         ({"num_attention_heads": 3}, "`num_attention_heads` must be a multiple of 2 key/value heads, got 3"),
         ({"draft_vocab_size": VOCAB + 1}, f"`draft_vocab_size` must be in 1..{VOCAB}"),
         ({"layer_types": ["full_attention"]}, "`layer_types` must name"),

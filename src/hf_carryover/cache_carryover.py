@@ -61,8 +61,7 @@ class CarryoverCache(DynamicCache):
 
     def visible(self, layer_idx: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values that a layer's block sees besides itself, ``[1, H, committed + carried, head_dim]`` each."""
-        num_visible = self.num_committed + self.num_carried
-        layer = self.layers[layer_idx]
+        layer, num_visible = self.layers[layer_idx], self.num_committed + self.num_carried
         return layer.keys[:, :, :num_visible], layer.values[:, :, :num_visible]
 
 

@@ -228,6 +228,23 @@ def train(context: typer.Context) -> None:
     console.print(f"The drafter is in {arguments.output_dir}.")
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Drafter folder or Hub id: ours, z-lab, DeepSpec or speculators.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
+    to: Annotated[str, typer.Option(help="carryover, or for engines: z-lab, deepspec, speculators.")] = "carryover",
+    target: Annotated[str | None, typer.Option(help="The drafter's target; needed if a format holds copies.")] = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Turn a public drafter into one of ours, or ours into a folder that other engines read."""
+    from hf_carryover.conversion import convert_drafter
+
+    model = None if target is None else load_model(target, dtype)[0]
+    drafter = convert_drafter(source, out, to=to, target=model)
+    carries = ", with its carry embedding" if drafter.carry_embedding.any() else ""
+    console.print(f"The drafter is in {out} ({to}{carries}).")
+
+
 def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load a target, with a word about it."""
     import torch

@@ -14,8 +14,9 @@ logger = logging.get_logger(__name__)
 TRANSFORMERS_KEYS = {"_name_or_path", "_commit_hash", "attn_implementation", "auto_map", "model_type", "name_or_path",
                      "num_labels", "output_attentions", "per_layer_config", "quantization_config", "rope_scaling",
                      "rope_theta", "torch_dtype", "use_cache"}  # fmt: skip
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "head_dim")  # fmt: skip
+# The most that a drafter can have; a file that says more is damaged or hostile, and refused before it takes memory.
+MOST = {"block_size": 2**12, "vocab_size": 2**24, "hidden_size": 2**18, "intermediate_size": 2**20, "head_dim": 2**12,
+        "num_hidden_layers": 2**8, "num_attention_heads": 2**12, "num_key_value_heads": 2**12}  # fmt: skip
 
 
 @strict
@@ -38,7 +39,7 @@ class CarryoverDrafterConfig(PreTrainedConfig):
         output_multiplier: Factor on the output head's logits, which then pass through ``c tanh(logits / c)`` if
             ``final_logit_softcapping`` c is set.
         markov_head_type: ``vanilla``, ``gated`` or ``rnn`` (DSpark, arXiv 2607.05147); None: slots are independent.
-        markov_rank: Rank of the Markov head, 0 without one.
+            ``markov_rank`` is its rank, 0 without one.
         enable_confidence_head: Whether a head estimates how likely each draft is to be accepted; it may also read the
             Markov embedding of the token before (``confidence_head_with_markov``).
         draft_vocab_size: Number of tokens that may be proposed; None: all of them.
@@ -90,13 +91,12 @@ class CarryoverDrafterConfig(PreTrainedConfig):
             raise ValueError(f"Expected only fields of {type(self).__name__}, got also {unknown}; {hint}")
         if not (self.rope_parameters or {}).get("rope_theta") and not kwargs.get("rope_theta"):
             raise TypeError("Missing required field - 'rope_parameters', for example {'rope_theta': 10000.0}.")
-        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        num_layers = min(self.num_hidden_layers, MOST["num_hidden_layers"])
+        self.layer_types = self.layer_types or ["full_attention"] * num_layers
         super().__post_init__(**kwargs)
         eos = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
         if self.mask_token_id in (self.bos_token_id, self.pad_token_id, *eos):
-            logger.warning(
-                f"`mask_token_id` {self.mask_token_id} is also bos, eos or pad: slots cannot be told from text."
-            )
+            logger.warning(f"`mask_token_id` {self.mask_token_id} is also bos, eos or pad: slots look like text.")
 
     @property
     def num_drafts(self) -> int:
@@ -110,23 +110,23 @@ class CarryoverDrafterConfig(PreTrainedConfig):
 
     def validate_fields(self) -> None:
         """Check what types cannot say; each line is what must hold, what is expected, and what was found."""
-        sizes = [(name, vars(self)[name]) for name in SIZES]
-        ids, heads, groups = self.target_layer_ids, self.num_attention_heads, self.num_key_value_heads
-        layers = self.layer_types or []
+        ids, heads, kv = self.target_layer_ids, self.num_attention_heads, self.num_key_value_heads
+        layers, vocab, mask, slots = self.layer_types or [], self.vocab_size, self.mask_token_id, self.block_size
         head, rank, subset = self.markov_head_type, self.markov_rank, self.draft_vocab_size
         fewest = "1 (the anchor drafts)" if self.sample_from_anchor else "2 (one anchor, one draft)"
         below = float("inf") if self.num_target_layers is None else self.num_target_layers - 1
-        factor = (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        reads, confident = self.confidence_head_with_markov, self.enable_confidence_head
+        rope, reads = self.rope_parameters or {}, self.confidence_head_with_markov
+        theta, factor = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
         rules: list[tuple[bool, str, object]] = [
-            *((size >= 1, f"`{name}` must be at least 1", size) for name, size in sizes),
-            (heads % max(groups, 1) == 0, f"`num_attention_heads` must be a multiple of {groups} key/value heads",
-             heads),
-            (self.num_drafts >= 1, f"`block_size` must be at least {fewest}", self.block_size),
-            (0 <= self.mask_token_id < self.vocab_size, f"`mask_token_id` must be in 0..{self.vocab_size - 1}",
-             self.mask_token_id),
-            (subset is None or 1 <= subset <= self.vocab_size, f"`draft_vocab_size` must be in 1..{self.vocab_size}",
-             subset),
+            (heads % max(kv, 1) == 0, f"`num_attention_heads` must be a multiple of {kv} key/value heads", heads),
+            (self.num_drafts >= 1, f"`block_size` must be at least {fewest}", slots),
+            *((1 <= vars(self)[name] <= most, f"`{name}` must be at least 1, at most {most}", vars(self)[name])
+              for name, most in MOST.items()),
+            (self.head_dim % 2 == 0, "`head_dim` must be even (its halves are rotated)", self.head_dim),
+            (0 <= mask < vocab, f"`mask_token_id` must be in 0..{vocab - 1}", mask),
+            (subset is None or 1 <= subset <= vocab, f"`draft_vocab_size` must be in 1..{vocab}", subset),
+            (self.rms_norm_eps > 0, "`rms_norm_eps` must be above 0", self.rms_norm_eps),
+            (isinstance(theta, float | int) and theta > 0, "`rope_theta` must be a number above 0", theta),
             (bool(ids) and ids[0] >= -1 and all(a < b for a, b in pairwise(ids)),
              "`target_layer_ids` must be increasing layer ids from -1 on, at least one", ids),
             (max(ids, default=-1) < below,
@@ -137,8 +137,9 @@ class CarryoverDrafterConfig(PreTrainedConfig):
              "`sliding_window` must be at least 1 with sliding layers", self.sliding_window),
             (factor == 1.0, "`partial_rotary_factor` must be 1.0 (whole heads are rotated)", factor),
             (head in (None, "vanilla", "gated", "rnn"), "`markov_head_type` must be None, vanilla, gated, rnn", head),
-            ((rank > 0) == bool(head), "`markov_rank` must be positive with a Markov head, 0 without", rank),
-            (not reads or bool(confident and head),
+            (bool(head) <= rank <= bool(head) * MOST["hidden_size"],
+             "`markov_rank` must be positive with a Markov head, 0 without", rank),
+            (not reads or bool(self.enable_confidence_head and head),
              "`confidence_head_with_markov` must come with a confidence head and a Markov head", reads),
         ]  # fmt: skip
         for holds, expected, found in rules:

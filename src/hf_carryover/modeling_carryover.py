@@ -292,8 +292,6 @@ class CarryoverDrafterModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, CarryoverDrafterModel):
             init.zeros_(module.carry_embedding)
-            if module.config.draft_vocab_size is not None:
-                init.copy_(module.draft_vocab_ids, torch.arange(module.config.draft_vocab_size))
 
     def save_pretrained(self, save_directory: Any, *, with_code: bool = False, **kwargs: Any) -> None:
         """Write the folder; ``with_code`` adds the core files: then it loads as remote code without this package."""
@@ -310,12 +308,19 @@ class CarryoverDrafterModel(PreTrainedModel):
     def from_pretrained(cls, name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """Load as the base class does, but safetensors only and all tensors; a missing ``carry_embedding`` is zero."""
         kwargs["use_safetensors"] = True
-        model, info = super().from_pretrained(name_or_path, *args, output_loading_info=True, **kwargs)
-        missing, unknown = set(info["missing_keys"]) - {"carry_embedding"}, set(info["unexpected_keys"])
-        if missing or unknown:
+        try:
+            model, info = super().from_pretrained(name_or_path, *args, output_loading_info=True, **kwargs)
+        except Exception as error:  # of many kinds; each stays what it is and says where it was met
+            error.add_note(f"This drafter could not be loaded: {name_or_path}")
+            raise
+        missing, unknown = sorted(set(info["missing_keys"]) - {"carry_embedding"}), sorted(info["unexpected_keys"])
+        tensors, last = model.state_dict().items(), model.config.vocab_size - 1
+        mended = ((n, t, t.clamp(0, last).unique() if n == "draft_vocab_ids" else t.nan_to_num()) for n, t in tensors)
+        wrong = [name for name, tensor, sound in mended if not (tensor.is_meta or torch.equal(tensor, sound))]
+        if missing or unknown or wrong:
             raise ValueError(
-                f"Expected exactly the tensors of a drafter in {name_or_path}; missing: {sorted(missing) or 'none'}, "
-                f"unknown: {sorted(unknown) or 'none'}. Load a folder that `save_pretrained` wrote, or convert one."
+                f"Expected exactly the tensors of a drafter in {name_or_path}; missing: {missing or 'none'}, unknown: "
+                f"{unknown or 'none'}, not finite, or ids not increasing: {wrong or 'none'}. Convert or save it again."
             )
         return (model, info) if output_loading_info else model
 
