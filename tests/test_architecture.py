@@ -40,7 +40,8 @@ MOST_LINES = {
     "prompts": 120,
     "demo": 220,
     # 250 in STYLE.md, for fewer options than the commands have by now.
-    "cli": 270,
+    # 250 in STYLE.md: nine commands, their options typed and explained.
+    "cli": 330,
 }
 
 
