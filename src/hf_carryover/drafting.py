@@ -11,6 +11,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import DraftStats, Round, Verdict, split_at_acceptance
 from .cache_carryover import CarryoverCache
+from .draft_length import AUTO, Acceptance, DraftLength, RoundSeconds, measured_times
 from .modeling_carryover import CarryoverDrafterModel
 
 
@@ -30,6 +31,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         memory: CarryoverCache | None = None,
+        times: RoundSeconds | None = None,
     ) -> None:
         self.drafter = drafter
         self.embedding = target.get_input_embeddings()
@@ -44,6 +46,12 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         wants_all = generation_config.output_hidden_states and generation_config.return_dict_in_generate
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
         self.cache = CarryoverCache() if memory is None else memory
+        self.lengths, self.round_start = None, 0.0
+        if drafter.draft_length == AUTO:
+            prior = [0.5] * self.draft_length if drafter.acceptance_prior is None else drafter.acceptance_prior
+            self.lengths = DraftLength(
+                self.draft_length, Acceptance(prior), measured_times(target, drafter) if times is None else times
+            )
         self.stats = drafter.last_stats = DraftStats()
 
     def get_candidates(
@@ -68,15 +76,15 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         """
         if model_outputs is None:
             return input_ids, None
+        start = perf_counter()
+        num_drafts = min(self._wanted(start), self.max_length - input_ids.shape[1] - 1)
         record = Round(drafts=input_ids[0, :0], num_carried=0)
         self.stats.rounds.append(record)
-        start = perf_counter()
         # 1. Gather what the target computed for the rows of its last pass.
         features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)
-        num_drafts = min(self.draft_length, self.max_length - input_ids.shape[1] - 1)
-        if num_drafts <= 0:  # the target's next token is the last
+        if num_drafts <= 0:  # drafting does not pay, or the target's next token is the last
             self.cache.postpone(verdict.accepted, positions[:, :-1])
             return input_ids, None
         # 3. Remember: accepted rows for good, rejected rows for this round.
@@ -94,6 +102,16 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         """Record what the target accepted; the prompt's pass is no round."""
         if self.stats.rounds:
             self.stats.rounds[-1].num_accepted = num_matches
+
+    def _wanted(self, now: float) -> int:
+        """Drafts that this round should hand over, from what the rounds before it were."""
+        if self.lengths is None:
+            return self.draft_length
+        if self.stats.rounds:
+            last = self.stats.rounds[-1]
+            self.lengths.learn(len(last.drafts), last.num_accepted, now - self.round_start)
+        self.round_start = now
+        return self.lengths.choose()
 
     def _gather(
         self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int
@@ -195,6 +213,10 @@ def place_of(module: nn.Module, default: torch.device) -> torch.device:
 def longest_draft(drafter: CarryoverDrafterModel) -> int:
     """Most drafts a round may hand over, from the block and ``drafter.draft_length``."""
     wanted, longest = drafter.draft_length, drafter.config.num_drafts
-    if wanted is not None and (type(wanted) is not int or wanted < 1):
-        raise ValueError(f"`drafter.draft_length` must be None (all drafts) or an integer from 1 on, got {wanted!r}.")
-    return longest if wanted is None else min(wanted, longest)
+    if wanted is None or wanted == AUTO:
+        return longest
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
+        raise ValueError(
+            f"`drafter.draft_length` must be None (all drafts), 'auto' or an integer from 1 on, got {wanted!r}."
+        )
+    return min(wanted, longest)

@@ -19,7 +19,7 @@ from .configuration_carryover import CarryoverDrafterConfig
 
 # What a drafter folder needs to work without this package, in reading order.
 CORE_FILES = ("configuration_carryover.py", "acceptance.py", "cache_carryover.py", "modeling_carryover.py",
-              "drafting.py", "decoding.py")  # fmt: skip
+              "draft_length.py", "drafting.py", "decoding.py")  # fmt: skip
 AUTO_MAP = {"AutoConfig": "configuration_carryover.CarryoverDrafterConfig",
             "AutoModel": "modeling_carryover.CarryoverDrafterModel"}  # fmt: skip
 
@@ -163,7 +163,9 @@ class CarryoverDrafterModel(PreTrainedModel):
     target's ``generate``; the constructor installs the seam that makes this work.
 
     Attributes:
-        draft_length: Most drafts a round hands over; None: all of them.
+        draft_length: Most drafts a round hands over; None: all of them; ``"auto"``: as many as pay, round by round.
+        timings: For ``"auto"``, seconds of a round by drafts handed over, so that choices do not depend on a clock.
+        acceptance_prior: For ``"auto"``, the acceptance of each draft to start from, ``[K]``; None: one half.
         last_stats: `DraftStats` of the last ``generate`` call; None before it.
     """
 
@@ -189,7 +191,9 @@ class CarryoverDrafterModel(PreTrainedModel):
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if config.enable_confidence_head else None
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
-        self.draft_length: int | None = None
+        self.draft_length: int | str | None = None
+        self.timings: dict[int, float] | None = None
+        self.acceptance_prior: list[float] | None = None
         self.last_stats: Any = None
         self._carry_enabled: bool | None = None
         self.post_init()

@@ -1,0 +1,265 @@
+import random
+from itertools import pairwise, product
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_carryover import CarryoverCandidateGenerator, draft_length
+from hf_carryover.cache_carryover import MEMORIES
+from hf_carryover.draft_length import FIRST_WAIT, Acceptance, DraftLength, RoundSeconds, best_draft_length
+from tests.enumeration import Tree, distance, law_of_target
+from tests.fakes import ScriptedDrafter, make_drafter, make_target, plain, prompt
+
+
+def brute_force(acceptance, seconds):
+    """Expected tokens by walking through every outcome of every draft."""
+    rates = []
+    for length in range(len(seconds)):
+        expected = 0.0
+        for outcome in product((True, False), repeat=length):
+            chance, kept = 1.0, 0
+            for accepted, a in zip(outcome, acceptance, strict=False):
+                chance *= a if accepted else 1 - a
+            for accepted in outcome:
+                if not accepted:
+                    break
+                kept += 1
+            expected += chance * (kept + 1)
+        rates.append(expected / seconds[length])
+    return rates.index(max(rates))
+
+
+def test_the_best_length_is_that_of_a_brute_force_search():
+    dice = random.Random(0)
+
+    for _ in range(300):
+        longest = dice.randint(1, 6)
+        acceptance = [dice.random() for _ in range(longest)]
+        seconds = [1 + dice.random() * 0.2 * k for k in range(longest + 1)]
+
+        assert best_draft_length(acceptance, seconds) == brute_force(acceptance, seconds)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "seconds", "best"),
+    [
+        ([0.9, 0.9, 0.9], [1, 1, 1, 1], 3),
+        ([0.0, 0.9, 0.9], [1, 1.1, 1.1, 1.1], 0),
+        ([0.5, 0.5], [1, 1.4, 2.0], 1),
+        ([0.0], [1, 1], 0),
+    ],
+    ids=["free-drafts", "hopeless", "one-pays", "a-tie-goes-to-the-shortest"],
+)
+def test_examples_by_hand(acceptance, seconds, best):
+    assert best_draft_length(acceptance, seconds) == best
+
+
+def test_acceptance_is_learnt_by_position_and_only_where_a_draft_was_judged():
+    acceptance = Acceptance([0.5, 0.5, 0.5])
+
+    for _ in range(200):
+        acceptance.record(2, 1)
+
+    first, second, third = acceptance.estimate()
+    assert first > 0.98
+    assert second < 0.02
+    assert third == 0.5
+
+
+def test_acceptance_follows_a_text_that_changes():
+    acceptance = Acceptance([0.5])
+    for _ in range(200):
+        acceptance.record(1, 1)
+
+    for _ in range(60):
+        acceptance.record(1, 0)
+
+    assert acceptance.estimate()[0] < 0.2
+
+
+def test_lengths_never_run_lie_on_lines_between_those_that_were():
+    times = RoundSeconds()
+    for length, seconds in ((0, 1.0), (4, 3.0), (4, 99.0), (4, 3.0), (6, 3.5)):
+        times.record(length, seconds)
+
+    assert times.curve(8) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.25, 3.5, 3.75, 4])
+
+
+def run(choice, *, accepted, seconds, rounds):
+    """Scripted rounds: so many drafts are right, a round takes as long as the list says."""
+    lengths = []
+    for _ in range(rounds):
+        length = choice.choose()
+        lengths.append(length)
+        choice.learn(length, min(length, accepted), seconds[length])
+    return lengths
+
+
+def test_after_measuring_the_chosen_length_is_the_best_one():
+    seconds = [1.0, 1.3, 1.5, 2.5, 3.5]
+    choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
+
+    lengths = run(choice, accepted=2, seconds=seconds, rounds=80)
+
+    assert lengths[:6] == [4, 4, 0, 0, 2, 2]
+    assert set(lengths[40:]) == {2}
+
+
+def test_a_useless_drafter_is_tried_again_ever_more_rarely():
+    choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
+
+    lengths = run(choice, accepted=0, seconds=[1.0, 1.5, 1.8, 2.1, 2.4], rounds=300)
+
+    tries = [i for i, length in enumerate(lengths) if length and i > 12]
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert len(tries) <= 6
+    assert gaps[0] >= FIRST_WAIT
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    seconds = [1.0, 1.2, 1.3, 1.4, 1.5]
+    choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
+    run(choice, accepted=0, seconds=[1.0, 1.5, 1.8, 2.1, 2.4], rounds=100)
+
+    for length in range(5):
+        choice.times.found[length].clear()
+    lengths = run(choice, accepted=4, seconds=seconds, rounds=400)
+
+    assert set(lengths[-40:]) == {4}
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """A target, a drafter that is right as a script says, and a cache folder of its own."""
+    monkeypatch.setattr(draft_length, "cached_assets_path", lambda *_, **__: tmp_path)
+    target = make_target()
+
+    def make(counts):
+        drafter = make_drafter(cls=ScriptedDrafter)
+        drafter.follow(plain(target, input_ids=prompt(), max_new_tokens=80), counts)
+        drafter.draft_length = "auto"
+        return drafter
+
+    return target, make
+
+
+def handed(drafter):
+    return [len(r.drafts) for r in drafter.last_stats.rounds]
+
+
+def test_generate_hands_over_what_given_timings_make_best(pair):
+    target, make = pair
+    drafter = make([2])
+    drafter.timings = dict(enumerate([1.0, 1.1, 1.2, 2.4, 3.6]))
+
+    text = plain(target, input_ids=prompt(), assistant_model=drafter, max_new_tokens=60)
+
+    assert torch.equal(text, plain(target, input_ids=prompt(), max_new_tokens=60))
+    assert set(handed(drafter)[-10:-1]) == {2}
+
+
+@pytest.mark.parametrize("carry", [False, True], ids=["carry-off", "carry-on"])
+def test_plain_rounds_keep_the_memory_whole(pair, carry):
+    target, make = pair
+    drafter, cache = make([0]), DynamicCache()
+    drafter.carry_enabled, drafter.timings = carry, dict(enumerate([1.0, 3.0, 3.0, 3.0, 3.0]))
+    ids = prompt()
+
+    text = plain(
+        target, input_ids=ids, attention_mask=torch.ones_like(ids), cache=cache, assistant_model=drafter,
+        max_new_tokens=60,
+    )  # fmt: skip
+
+    assert torch.equal(text, plain(target, input_ids=ids, max_new_tokens=60))
+    assert handed(drafter).count(0) > 40
+    assert 0 < sum(handed(drafter)) < 20
+    memory = MEMORIES[cache][drafter]
+    assert memory.num_committed + sum(rows.shape[1] for rows, _ in memory.waiting) == cache.get_seq_length()
+
+
+def test_sampling_measures_once_and_then_repeats_itself(pair, tmp_path):
+    target, drafter = pair[0], make_drafter()
+    drafter.draft_length = "auto"
+    texts, lengths = [], []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(plain(target, input_ids=prompt(), assistant_model=drafter, do_sample=True).tolist())
+        lengths.append(handed(drafter))
+
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert texts[0] == texts[1] != texts[2]
+    assert lengths[0] == lengths[1]
+
+
+def test_greedy_calls_learn_from_each_other_how_long_rounds_take(pair):
+    target, make = pair
+    drafter = make([2])
+
+    plain(target, input_ids=prompt(), assistant_model=drafter)
+    first = handed(drafter)
+    drafter.follow(plain(target, input_ids=prompt(), max_new_tokens=80), [2])
+    plain(target, input_ids=prompt(), assistant_model=drafter)
+
+    assert first[:6] == [4, 4, 0, 0, 2, 2]
+    assert handed(drafter)[:6] != [4, 4, 0, 0, 2, 2]
+
+
+def test_a_prior_sets_where_a_call_starts(pair):
+    target, make = pair
+    drafter = make([4])
+    drafter.timings = dict(enumerate([1.0, 1.4, 1.5, 1.6, 1.7]))
+    drafter.acceptance_prior = [0.95] * 4
+
+    plain(target, input_ids=prompt(), assistant_model=drafter)
+    eager = handed(drafter)[0]
+    drafter.follow(plain(target, input_ids=prompt(), max_new_tokens=80), [4])
+    drafter.acceptance_prior = [0.05] * 4
+    plain(target, input_ids=prompt(), assistant_model=drafter)
+
+    assert eager == 4
+    assert handed(drafter)[0] == 0
+
+
+def test_a_wrong_draft_length_is_told():
+    drafter = make_drafter()
+    drafter.draft_length = "automatic"
+
+    with pytest.raises(
+        ValueError, match=r"must be None \(all drafts\), 'auto' or an integer from 1 on, got 'automatic'"
+    ):
+        plain(make_target(), input_ids=prompt(), assistant_model=drafter)
+
+
+class LooksAtTheToken(CarryoverCandidateGenerator):
+    """Hands over no draft after a 1: a rule that must not be."""
+
+    def get_candidates(self, input_ids, **kwargs):
+        candidates, logits = super().get_candidates(input_ids, **kwargs)
+        drafts = candidates[0, input_ids.shape[1] :].tolist()
+        if 1 not in drafts:
+            return candidates, logits
+        keep = drafts.index(1)
+        return candidates[:, : input_ids.shape[1] + keep], logits[:, :keep] if keep else None
+
+
+@pytest.mark.parametrize("kind", ["dflash", "markov-rnn"])
+@pytest.mark.parametrize("generator", [CarryoverCandidateGenerator, LooksAtTheToken], ids=["ours", "looking"])
+def test_sampled_text_follows_the_targets_law_unless_a_rule_looks_at_the_drafted_token(kind, generator, monkeypatch):
+    target = make_target(vocab_size=3, num_hidden_layers=3, initializer_range=0.1)
+    small = {"vocab_size": 3, "mask_token_id": 2, "target_layer_ids": [0], "initializer_range": 0.1}
+    drafter = make_drafter(kind, block_size=2 + (kind == "dflash"), **small)
+    drafter.draft_length, drafter.timings = "auto", {0: 1.0, 1: 1.45, 2: 1.68}
+    ids, lengths = torch.tensor([[0, 1, 1, 2]]), set()
+    monkeypatch.setattr("hf_carryover.decoding.CarryoverCandidateGenerator", generator)
+
+    def sample():
+        out = plain(target, input_ids=ids, assistant_model=drafter, do_sample=True, max_new_tokens=4)
+        lengths.add(tuple(handed(drafter)))
+        return tuple(out[0, 4:].tolist())
+
+    found = distance(Tree(monkeypatch).run(sample), law_of_target(target, ids, 4))
+
+    assert (found < 1e-6) == (generator is CarryoverCandidateGenerator)
+    assert {0, 2} <= {length for call in lengths for length in call}
