@@ -93,6 +93,7 @@ def test_a_config_that_would_need_a_guess_is_refused(changes, message, tmp_path)
 
 
 def test_facts_nested_or_at_the_top_mean_the_same(tmp_path):
+    """InternLM/lmdeploy#4991; raullenchai/Rapid-MLX#2195; ggml-org/llama.cpp#26761."""
     write_zlab_folder(tmp_path, make_drafter(), dflash_config=..., mask_token_id=60, target_layer_ids=[0, 2])
 
     config = load_dflash(tmp_path).config
@@ -114,6 +115,7 @@ def test_facts_nested_or_at_the_top_mean_the_same(tmp_path):
     ids=["missing", "unknown", "misshapen", "not-a-number"],
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(edit, message, tmp_path):
+    """A drafter with an embedding of its own, too: spiritbuun/buun-llama-cpp#118."""
     write_zlab_folder(tmp_path, make_drafter())
     edit_tensors(tmp_path, edit)
 
