@@ -170,6 +170,19 @@ def test_load_drafter_reads_both_formats(tmp_path):
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "carryover_drafter"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_in_a_public_config_changes_nothing(tied, tmp_path):
+    """sgl-project/SpecForge#139 and #140: embedding and head are the target's."""
+    original = make_drafter()
+    write_zlab_folder(tmp_path / "public", original, tie_word_embeddings=tied)
+
+    load_dflash(tmp_path / "public").save_pretrained(tmp_path / "ours")
+    loaded = load_drafter(tmp_path / "ours")
+
+    assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in loaded.state_dict().items()
+               if name != "carry_embedding")  # fmt: skip
+
+
 @pytest.mark.all
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
