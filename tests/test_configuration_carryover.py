@@ -20,6 +20,7 @@ def fields(**overrides):
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_field_is_an_error_that_names_it(name):
+    """z-lab/dflash#156 and #157; sgl-project/sglang#37475; NVIDIA-NeMo/Automodel#2461."""
     incomplete = fields()
     del incomplete[name]
 
@@ -73,12 +74,14 @@ def test_a_wrong_value_is_an_error_that_says_expected_and_found(wrong, message):
 
 
 def test_the_layout_decides_how_many_drafts_a_block_holds():
+    """vllm-project/speculators#456."""
     assert drafter_config("dflash", block_size=8).num_drafts == 7
     assert drafter_config("markov-vanilla", block_size=8).num_drafts == 8
 
 
 @pytest.mark.parametrize("kind", ["dflash", "markov-rnn"])
 def test_config_survives_a_save_and_is_found_by_its_model_type(kind, tmp_path):
+    """vllm-project/vllm#51655; jundot/omlx#2587."""
     config = drafter_config(kind, enable_confidence_head=True, eos_token_id=[3, 4])
 
     config.save_pretrained(tmp_path)

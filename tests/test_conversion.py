@@ -95,6 +95,7 @@ def test_a_config_that_would_need_a_guess_is_refused(changes, message, tmp_path)
 
 
 def test_facts_nested_or_at_the_top_mean_the_same(tmp_path):
+    """InternLM/lmdeploy#4991; raullenchai/Rapid-MLX#2195; ggml-org/llama.cpp#26761."""
     write_zlab_folder(tmp_path, make_drafter(), dflash_config=..., mask_token_id=60, target_layer_ids=[0, 2])
 
     config = load_dflash(tmp_path).config
@@ -116,6 +117,7 @@ def test_facts_nested_or_at_the_top_mean_the_same(tmp_path):
     ids=["missing", "unknown", "misshapen", "not-a-number"],
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(edit, message, tmp_path):
+    """A drafter with an embedding of its own, too: spiritbuun/buun-llama-cpp#118."""
     write_zlab_folder(tmp_path, make_drafter())
     edit_tensors(tmp_path, edit)
 
@@ -168,6 +170,19 @@ def test_load_drafter_reads_both_formats(tmp_path):
     assert ours.carry_enabled
     assert not public.carry_enabled
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "carryover_drafter"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_in_a_public_config_changes_nothing(tied, tmp_path):
+    """sgl-project/SpecForge#139 and #140: embedding and head are the target's."""
+    original = make_drafter()
+    write_zlab_folder(tmp_path / "public", original, tie_word_embeddings=tied)
+
+    load_dflash(tmp_path / "public").save_pretrained(tmp_path / "ours")
+    loaded = load_drafter(tmp_path / "ours")
+
+    assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in loaded.state_dict().items()
+               if name != "carry_embedding")  # fmt: skip
 
 
 @pytest.mark.all

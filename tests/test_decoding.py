@@ -81,6 +81,7 @@ class Recorder(BaseStreamer):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_greedy_text_equals_the_targets_own_at_every_accepted_count(architecture, kind, carry):
+    """Pushkinist/rMLX#513, huggingface/transformers#27540, #46790, #46629 and #47153."""
     target, ids = make_target(architecture), prompt()
     truth = plain(target, input_ids=ids)
     drafter = scripted(kind, truth, EVERY_COUNT)
@@ -96,6 +97,7 @@ def test_greedy_text_equals_the_targets_own_at_every_accepted_count(architecture
 @pytest.mark.parametrize("block_size", [2, 4, 8, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_equals_the_targets_own_with_random_weights(kind, block_size):
+    """huggingface/transformers#30042; sgl-project/sglang#34959."""
     target = make_target()
     for length in (1, 7, 90):
         ids = prompt(length)
@@ -125,12 +127,14 @@ def test_attention_implementations_give_the_same_text(attention):
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
         (torch.float64, torch.float32),
     ],
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
 @pytest.mark.parametrize("kind", ["dflash", "markov-rnn"])
 def test_target_and_drafter_may_have_different_dtypes(kind, target_dtype, drafter_dtype):
+    """z-lab/dflash#4; SafeAILab/EAGLE#75 and #212; vllm-project/vllm#55250; InternLM/lmdeploy#4991."""
     target, ids = make_target().to(target_dtype), prompt()
     truth = plain(target, input_ids=ids, max_new_tokens=30)
     drafter = scripted(kind, truth, EVERY_COUNT).to(drafter_dtype)
@@ -140,7 +144,7 @@ def test_target_and_drafter_may_have_different_dtypes(kind, target_dtype, drafte
     plain(target, input_ids=ids, max_new_tokens=20, assistant_model=unscripted, do_sample=True)
 
     assert drafter.fc.weight.dtype == drafter_dtype
-    if target_dtype == torch.bfloat16:
+    if target_dtype in (torch.bfloat16, torch.float16):
         # A block and single tokens round differently there: the texts may part at a near-tie, and only there.
         assert_parts_at_a_near_tie_only(target, text, truth)
         assert accepted(drafter)[:3] == [0, 1, 2]
@@ -157,6 +161,7 @@ def assert_parts_at_a_near_tie_only(target, text, truth):
 
 
 def test_left_padding_holes_and_shifted_positions_leave_text_and_memory_right():
+    """huggingface/transformers#46936, #46124 and #26892; ggml-org/llama.cpp#26884 and #27342."""
     target, ids = make_target(), prompt(9)
     mask = torch.ones_like(ids)
     mask[0, :2], mask[0, 4] = 0, 0
@@ -190,6 +195,7 @@ def test_a_prompt_of_embeddings_gives_the_targets_text():
 
 
 def test_a_static_cache_gives_the_targets_text():
+    """huggingface/transformers#30312, #32946 and #45745."""
     target, ids = make_target(), prompt()
     truth = plain(target, input_ids=ids)
     drafter = scripted("dflash", truth, EVERY_COUNT)
@@ -206,6 +212,7 @@ def test_a_static_cache_gives_the_targets_text():
         {"repetition_penalty": 1.5},
         {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 12, "eos_token_id": 1},
+        {"min_length": 20, "eos_token_id": 1},
         {"suppress_tokens": [3, 4, 5]},
         {"bad_words_ids": [[48], [6, 54]]},
         {"forced_eos_token_id": 9},
@@ -214,6 +221,7 @@ def test_a_static_cache_gives_the_targets_text():
 )
 @pytest.mark.parametrize("kind", ["dflash", "markov-vanilla"])
 def test_logits_processors_see_what_they_see_without_a_drafter(kind, options):
+    """sgl-project/sglang#28242; NVIDIA/TensorRT-LLM#17701; huggingface/transformers#40976 and #30263."""
     target, ids = make_target(), prompt()
     truth = plain(target, input_ids=ids, **options)
     drafter = scripted(kind, truth, [2, 4, 0, 5])
@@ -229,7 +237,7 @@ def test_logits_processors_see_what_they_see_without_a_drafter(kind, options):
 @pytest.mark.parametrize("offset", range(1, 12))
 @pytest.mark.parametrize("as_list", [False, True], ids=["one-eos", "two-eos"])
 def test_end_of_text_stops_at_every_offset_inside_a_block(offset, as_list):
-    """huggingface/transformers#47912."""
+    """huggingface/transformers#47912, #47931, #48002, #48981 and #48039; intel/ipex-llm#11896."""
     target, ids = make_target(), prompt()
     truth = plain(target, input_ids=ids)
     end = int(truth[0, ids.shape[1] + offset])
@@ -305,6 +313,7 @@ def test_bare_ids_end_at_the_stop_inside_a_block_and_the_users_cache_fits_them(o
 
 
 def test_the_streamer_gets_the_prompt_then_one_token_at_a_time_then_one_end():
+    """What plain generation streams: Blaizzy/mlx-vlm#1778; sawfwair/mere-run#438; Aryagm/dflash-mlx#1."""
     target, ids = make_target(), prompt()
     truth = plain(target, input_ids=ids)
     with_drafter, without = Recorder(), Recorder()
@@ -391,7 +400,7 @@ def test_only_the_feature_layers_are_kept_and_the_head_runs_on_few_rows():
 
 
 def test_an_adapted_target_drafts_with_its_own_states():
-    """huggingface/transformers#23686."""
+    """huggingface/transformers#23686; predibase/lorax#570; vllm-project/vllm#4872."""
     torch.manual_seed(3)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False)
     target, ids = get_peft_model(make_target(), lora).eval(), prompt()
@@ -407,6 +416,7 @@ def test_an_adapted_target_drafts_with_its_own_states():
 
 
 def test_an_adapted_drafter_drafts():
+    """vllm-project/vllm#11966; sgl-project/sglang#28395."""
     target, ids = make_target(), prompt()
     drafter = make_drafter()
     bare = plain(target, input_ids=ids, assistant_model=drafter)
@@ -422,6 +432,7 @@ def test_an_adapted_drafter_drafts():
 
 
 def test_two_threads_with_two_drafters_do_not_disturb_each_other():
+    """sgl-project/sglang#36548; ggml-org/llama.cpp#28286 and #27117; Anbeeld/beellama.cpp#33."""
     target, texts = make_target(), {}
     inputs = [prompt(7, seed=1), prompt(12, seed=2)]
 
@@ -455,6 +466,8 @@ def test_new_ids_beside_a_filled_cache_continue_the_chat():
 
 @pytest.mark.parametrize("fails", [False, True], ids=["a-good-call", "an-error-in-a-processor"])
 def test_the_target_is_left_as_it_was_found(fails):
+    """huggingface/transformers#28759, #40739 and #27833."""
+
     class Fails(LogitsProcessor):
         def __call__(self, input_ids, scores):
             if fails and input_ids.shape[1] > 15:
@@ -605,6 +618,7 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=2)
     ids=["another-vocabulary", "another-width", "another-depth", "the-last-layer", "a-layer-out-of-range"],
 )
 def test_a_drafter_of_another_target_is_refused(overrides, message):
+    """vllm-project/vllm#5203, #7252 and #13849; mlc-ai/mlc-llm#3212; sgl-project/sglang#24051."""
     streamer = Recorder()
 
     with pytest.raises(ValueError, match=message):
@@ -637,6 +651,7 @@ def test_a_drafter_of_another_target_is_refused(overrides, message):
     ids=["beams", "no-cache", "ensemble", "dola", "guidance", "synth-id", "several-sequences", "a-batch"],
 )
 def test_an_option_that_drafting_cannot_honour_is_refused(options, message):
+    """Batches: huggingface/transformers#29769 and #32165; Blaizzy/mlx-vlm#1144; vllm-project/vllm#14645."""
     streamer = None if "num_beams" in options or "input_ids" in options else Recorder()
 
     with pytest.raises(ValueError, match=message):
@@ -742,6 +757,7 @@ def test_a_target_with_virtual_tokens_is_refused():
 
 
 def test_an_encoder_decoder_target_is_refused():
+    """huggingface/transformers#32370 and #48000."""
     config = AutoConfig.for_model(
         "t5", vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, decoder_start_token_id=0,
         pad_token_id=0, eos_token_id=1,
@@ -759,7 +775,7 @@ HYBRID = {
 
 @pytest.mark.parametrize("counts", [[0], [9], [2, 0, 4, 1]], ids=["all-wrong", "oracle", "mixed"])
 def test_a_hybrid_target_that_can_take_back_rejected_drafts_gives_its_own_text(counts):
-    """ggml-org/llama.cpp#26695."""
+    """ggml-org/llama.cpp#26695 and #25682; huggingface/transformers#45513."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("lfm2", **HYBRID, full_attn_idxs=[1, 3], initializer_range=0.3)
     target, ids = AutoModelForCausalLM.from_config(config).eval(), prompt()
@@ -810,6 +826,7 @@ def test_a_lossy_cache_that_a_criterion_stopped_inside_a_block_refuses_the_next_
 
 
 def test_several_positions_a_token_are_refused():
+    """M-RoPE: TheTom/llama-cpp-turboquant#344; huggingface/transformers#37471."""
     positions = torch.arange(7).expand(3, 1, 7)
 
     with pytest.raises(ValueError, match="expects one position a token, got several"):

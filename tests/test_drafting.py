@@ -37,6 +37,7 @@ def scripted(kind, target, ids, counts, **overrides):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("carry", [False, True], ids=["carry-off", "carry-on"])
 def test_memory_equals_memory_rebuilt_from_committed_text(kind, carry, monkeypatch):
+    """Whatever was drafted and rejected between: z-lab/dflash#15."""
     target, ids = make_target(), prompt()
     drafter = scripted(kind, target, ids, [0, 2, 1, 4, 3, 0, 0, 5])
     drafter.carry_enabled = carry
@@ -70,6 +71,7 @@ def features_of(target, drafter, ids):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_carried_rows_are_the_marked_features_of_the_rejected_drafts_at_their_own_positions(kind, monkeypatch):
+    """Block positions, too: ikawrakow/ik_llama.cpp#2296."""
     target, ids = make_target(), prompt()
     drafter = scripted(kind, target, ids, [0, 2, 1, 3, 4, 0])
     previous, num_checked = {}, []
@@ -116,6 +118,7 @@ def test_the_worked_example_of_one_round(monkeypatch):
 
 
 def test_rows_carried_in_one_round_are_gone_in_the_next(monkeypatch):
+    """vllm-project/vllm#42971."""
     target, ids = make_target(), prompt()
     drafter = scripted("dflash", target, ids, [1, 0, 4, 4, 2, 0])
     seen = []
@@ -162,6 +165,7 @@ def test_carried_rows_change_the_next_draft():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft_vocab", [None, 20], ids=["all-tokens", "draft-vocabulary"])
 def test_greedy_drafts_are_the_best_tokens_from_left_to_right(kind, draft_vocab, monkeypatch):
+    """lightseekorg/tokenspeed#829; vllm-project/vllm-ascend#16166."""
     target, ids = make_target(), prompt()
     drafter = make_drafter(kind, draft_vocab_size=draft_vocab)
     if draft_vocab:
@@ -194,7 +198,8 @@ def test_greedy_drafts_are_the_best_tokens_from_left_to_right(kind, draft_vocab,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_handed_over_are_those_the_drafts_were_drawn_from(kind, monkeypatch):
-    """In fp32, after every processor, for each draft given the drafts before it (vllm-project/vllm-ascend#14368)."""
+    """In fp32, after every processor, for each draft given the drafts before it (vllm-project/vllm-ascend#14368,
+    1CatAI/1Cat-vLLM#183, z-lab/dflash#77)."""
     target, ids = make_target(), prompt()
     drafter, drawn, shapes = make_drafter(kind), [], []
     multinomial = torch.multinomial
@@ -222,6 +227,7 @@ def test_logits_handed_over_are_those_the_drafts_were_drawn_from(kind, monkeypat
 
 
 def test_drafts_end_where_no_token_of_the_draft_vocabulary_is_allowed():
+    """Rounds without a draft: huggingface/transformers#31301."""
     target, ids = make_target(), prompt()
     drafter = make_drafter(draft_vocab_size=4)
     drafter.draft_vocab_ids.copy_(torch.tensor([1, 2, 3, 4]))
@@ -268,6 +274,7 @@ def test_a_draft_length_that_is_none_is_refused(length):
 
 @pytest.mark.parametrize("new_tokens", range(1, 12))
 def test_no_draft_reaches_beyond_the_length_limit(new_tokens):
+    """huggingface/transformers#46993, #47195 and #28555."""
     target, ids = make_target(), prompt()
     drafter = scripted("dflash", target, ids, [9])
 
@@ -284,7 +291,10 @@ def test_no_draft_reaches_beyond_the_length_limit(new_tokens):
 
 @pytest.mark.parametrize(("counts", "length"), [([9], 5.0), ([0], 1.0)], ids=["oracle", "always-wrong"])
 def test_accepted_length_of_known_drafters(counts, length):
-    """The target's own token counts once: 1 when all is wrong, K + 1 when all is right (sgl-project/sglang#23530)."""
+    """The target's own token counts once: 1 when all is wrong, K + 1 when all is right.
+
+    sgl-project/sglang#23530 and #33518.
+    """
     target, ids = make_target(), prompt()
     drafter = scripted("dflash", target, ids, counts)
 
@@ -355,8 +365,8 @@ def test_sampled_text_follows_the_targets_law(kind, law, monkeypatch):
     """All outcomes of two rounds on three tokens, the second with carried rows (arXiv 2211.17192, Algorithm 1).
 
     A rule that looked at a drafted stop token would give it the square of its probability; accepting by other rules
-    than the resampling's gives another law (huggingface/transformers#32867, #28166; ml-explore/mlx-swift-lm#459;
-    z-lab/dflash#74). Each option counts (youssofal/MTPLX#248).
+    than the resampling's gives another law (huggingface/transformers#32867, #33534, #28166 and #28508;
+    ml-explore/mlx-swift-lm#459; z-lab/dflash#74). Each option counts (youssofal/MTPLX#248).
     """
     options, special = LAWS[law]
     target = make_target(vocab_size=3, num_hidden_layers=3, initializer_range=0.1)
@@ -400,6 +410,7 @@ def test_sampled_text_follows_the_targets_law(kind, law, monkeypatch):
 
 
 def test_same_seed_same_text_and_another_seed_another_text():
+    """vllm-project/vllm#6038."""
     target, drafter = make_target(), make_drafter()
     texts = []
     for seed in (1, 1, 2):
@@ -409,8 +420,9 @@ def test_same_seed_same_text_and_another_seed_another_text():
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("temperature", [1e-8, 1e-6, 1e-3])
+@pytest.mark.parametrize("temperature", [1e-8, 1e-6, 1e-5, 1e-3])
 def test_a_tiny_temperature_equals_greedy(temperature):
+    """NVIDIA-NeMo/Automodel#3627."""
     target, drafter = make_target(), make_drafter("markov-gated")
 
     cold = plain(target, input_ids=prompt(), assistant_model=drafter, do_sample=True, temperature=temperature)
@@ -419,6 +431,7 @@ def test_a_tiny_temperature_equals_greedy(temperature):
 
 
 def test_a_drafter_of_nan_weights_drafts_nothing_when_sampling_and_changes_no_text():
+    """SafeAILab/EAGLE#162."""
     target, drafter = make_target(), make_drafter()
     torch.nn.init.constant_(drafter.norm.weight, torch.nan)
 

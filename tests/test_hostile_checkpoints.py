@@ -65,6 +65,7 @@ def refusal(loader, folder, *errors):
             "`rope_theta` must be a number above 0, got -1",
         ),
         ({"block_size": "8"}, "Field 'block_size' expected int, got str"),
+        ({"attention_sinks": True}, "got also ['attention_sinks']"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

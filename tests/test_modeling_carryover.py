@@ -106,6 +106,7 @@ def test_eager_and_sdpa_agree():
 
 
 def test_a_sliding_layer_forgets_rows_beyond_its_window_but_sees_all_carried_ones():
+    """ikawrakow/ik_llama.cpp#2021; vllm-project/tpu-inference#3526."""
     drafter = make_drafter(num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=4, is_causal=False)
     features = torch.randn(1, 10, drafter.config.feature_size)
     far, near, carried = (features.clone() for _ in range(3))
@@ -126,6 +127,7 @@ def test_visibility_by_hand():
 
 
 def test_the_block_is_the_anchor_and_mask_tokens():
+    """warpfront/hipfire#483."""
     drafter, target = make_drafter(), make_target()
     embedding = target.get_input_embeddings()
 
@@ -135,6 +137,7 @@ def test_the_block_is_the_anchor_and_mask_tokens():
 
 
 def test_an_embedding_scale_in_the_config_replaces_the_modules_own():
+    """vllm-project/vllm#41262 and #41703; huggingface/transformers#47913."""
     target = make_target("gemma3_text")
     embedding, anchor = target.get_input_embeddings(), torch.tensor([[7]])
 
@@ -178,6 +181,7 @@ def test_confidence_head_reads_slot_and_markov_embedding():
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain-linear-is-cut", "any-other-head-runs-whole"])
 def test_a_draft_vocabulary_reads_the_heads_rows_at_its_tokens(wrapped):
+    """vllm-project/vllm-ascend#9795 and #11374."""
     drafter = make_drafter(draft_vocab_size=4)
     drafter.draft_vocab_ids.copy_(torch.tensor([2, 3, 11, 40]))
     head, hidden = torch.nn.Linear(32, VOCAB), torch.randn(1, 3, 32)
@@ -214,6 +218,7 @@ def test_a_fresh_drafter_carries_nothing_until_its_carry_embedding_is_trained():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_save_and_load_give_the_same_drafter(kind, tmp_path):
+    """huggingface/transformers#46661; sgl-project/sglang#40144 and #40181."""
     drafter = make_drafter(kind, draft_vocab_size=9, enable_confidence_head=True)
     drafter.draft_vocab_ids.copy_(torch.arange(1, 18, 2))
     drafter.save_pretrained(tmp_path)

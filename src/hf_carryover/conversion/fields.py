@@ -78,7 +78,7 @@ def make_config(fields: dict[str, Any], path: Path) -> CarryoverDrafterConfig:
             raise ValueError(f"Expected `{name}` in {path} to be one of {sorted(map(str, choices))}, got {found!r}.")
     try:
         return CarryoverDrafterConfig.from_dict(fields)
-    except (StrictDataclassError, TypeError) as error:
+    except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"Expected a drafter's settings in {path}, got: {error}") from error
 
 
