@@ -22,7 +22,8 @@ class DrafterAdapter(PeftModel):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in PEFT, and then with the carry embedding."""
-        super().save_pretrained(save_directory, *args, **kwargs)
+        # The drafter has no embedding; asked to find out, PEFT looks for a base model on the Hub.
+        super().save_pretrained(save_directory, *args, **({"save_embedding_layers": False} | kwargs))
         file = Path(save_directory) / SAFETENSORS_WEIGHTS_NAME
         tensors = load_file(file) | {CARRY_EMBEDDING: self.get_base_model().carry_embedding.detach().contiguous()}
         save_file(tensors, file, metadata={"format": "pt"})
