@@ -22,9 +22,10 @@ ROWS = [
     {"modeling_carryover"},
     {"drafting"},
     {"decoding"},
-    {"targets", "conversion", "prompts"},
+    {"targets", "conversion", "prompts", "streaming"},
     {"demo", "evaluation"},
     {"training"},
+    {"model_card"},
     {"cli"},
 ]
 MOST_LINES = {
@@ -35,11 +36,13 @@ MOST_LINES = {
     "modeling_carryover": 350,
     "drafting": 200,
     "decoding": 220,
-    # 120 in STYLE.md: the checked, atomic unpacking takes more.
-    "targets": 150,
+    # 120 in STYLE.md: the checked, atomic unpacking and the names on the Hub take more.
+    "targets": 160,
     "conversion": 250,
     "prompts": 120,
+    "streaming": 160,
     "demo": 220,
+    "model_card": 150,
     "cli": 250,
 }
 
