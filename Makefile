@@ -28,7 +28,7 @@ lint: $(VENV)/.installed
 space: $(VENV)/.installed
 	rm -rf build/space
 	mkdir -p build/space
-	cp examples/space/* build/space/
+	cp examples/space/*.* examples/space/Dockerfile build/space/
 	cp -r model_cards build/space/
 	$(BIN)/python -m build --wheel --outdir build/space
 

@@ -162,8 +162,7 @@ def page(studio: Studio) -> gr.Blocks:
                         MOST_TOKENS,
                         64,
                         step=16,
-                        label="Most new tokens",
-                        info="at most",
+                        label="New tokens",
                         elem_id="length",
                         min_width=140,
                     )
@@ -175,7 +174,7 @@ def page(studio: Studio) -> gr.Blocks:
         empty = stage(Answer("Plain"), Answer("Carryover", 1) if names else None)
         shown = gr.HTML(empty, elem_id="stage")
         gr.HTML(LEGEND)
-        with gr.Accordion("Both answers as plain text, for screen readers", open=False, elem_id="words"):
+        with gr.Accordion("Both answers as plain text", open=False, elem_id="words"):
             words = gr.Textbox(label="Plain text", lines=12, max_lines=40, interactive=False, show_label=False)
         asked = gr.on(
             [run.click, prompt.submit], studio.answer,
