@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hf_carryover import StreamedToken, stream_tokens
-from tests.evaluation_fakes import write_target
+from tests.evaluation_fakes import make_tokenizer, write_target
 from tests.fakes import Letters, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,69 @@ def test_the_folder_has_the_hubs_metadata():
     assert f"GRADIO_SERVER_PORT={facts['app_port']}" in (SPACE / "Dockerfile").read_text()
     assert len(facts["short_description"]) <= 60
     assert facts["license"] == "apache-2.0"
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """The program, not started."""
+    monkeypatch.syspath_prepend(str(SPACE))
+    return importlib.import_module("app")
+
+
+def last(answers):
+    """What stands on the page in the end: message, stage, plain text."""
+    return list(answers)[-1]
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_without_a_drafter_the_page_answers_plain(app):
+    studio = app.Studio(make_target(), make_tokenizer(), {})
+
+    says, drawn, words = last(studio.answer("1 2", None, True, 0.0, 16))
+
+    assert "There is no drafter here" in says
+    assert "replay" not in drawn
+    assert words.startswith("Plain (16 tokens in ")
+    # Not here, since Gradio leaves an event loop open.
+    script = "import app; app.page(app.Studio(None, None, {}))"
+    subprocess.run([sys.executable, "-c", script], cwd=SPACE, check=True)
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_sampling_and_a_slow_answer_are_told(app, monkeypatch):
+    studio = app.Studio(make_target(), make_tokenizer(), {"tiny": make_drafter()})
+    monkeypatch.setattr(app, "SECONDS_AN_ANSWER", 0.001)
+
+    says, drawn, _ = last(studio.answer("1 2", "tiny", True, 0.8, 200))
+
+    assert "Both texts are samples" in says
+    assert "An answer is stopped after 0.001 seconds." in says
+    assert "replay" in drawn
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_what_generate_refuses_is_told_in_a_sentence(app):
+    studio = app.Studio(make_target(), make_tokenizer(), {"other": make_drafter(vocab_size=71)})
+
+    says, _, _ = last(studio.answer("1 2", "other", True, 0.0, 16))
+
+    assert 'role="alert"' in says
+    assert "vocabulary size 71" in says
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_drafters_are_those_of_model_cards_and_a_named_one(app, monkeypatch, tmp_path):
+    make_drafter().save_pretrained(tmp_path / "model_cards" / "one")
+    (tmp_path / "model_cards" / "README.md").touch()
+    monkeypatch.setattr(app, "HERE", tmp_path)
+    assert app.drafter_sources() == {"one": str(tmp_path / "model_cards" / "one")}
+
+    monkeypatch.setenv("SPACE_DRAFTER", "someone/two")
+    assert next(iter(app.drafter_sources().items())) == ("two", "someone/two")
 
 
 IS_FROM_WHEEL = "import sys, hf_carryover; assert hf_carryover.__file__.startswith(sys.prefix), hf_carryover.__file__"
@@ -304,7 +367,7 @@ class TestInChromium:
     def test_a_prompt_that_does_not_fit_gets_a_clear_sentence(self, page, prompt, sentence):
         page.ask(prompt)
 
-        page.wait(lambda: page.all("#says .error"))
+        page.wait(lambda: page.all("#says .message.error"))
 
         assert page.text("#says [role=alert]") == sentence
 
@@ -341,7 +404,7 @@ class TestInChromium:
 @pytest.mark.slow
 @needs_gradio
 @needs_browser
-def test_smollm2_answers_in_the_browser(smollm2, tmp_path):
+def test_smollm2_answers_in_the_browser_and_can_be_stopped(smollm2, tmp_path):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from exactness import random_drafter
 
@@ -350,6 +413,10 @@ def test_smollm2_answers_in_the_browser(smollm2, tmp_path):
     process, url = serve("smollm2", tmp_path / "random-drafter", tmp_path / "log")
     page = Page(url)
     try:
+        page.ask("Tell a long story.")
+        page.wait(lambda: page.number("tokens", ".plain") > 3)
+        page.all("#stop")[0].click()
+        page.wait(lambda: page.text("#says .message") == "Stopped.")
         page.browser.execute_script(
             "const box = document.querySelector('#length input[type=number]'); box.value = 16;"
             "box.dispatchEvent(new Event('input', {bubbles: true})); box.dispatchEvent(new Event('blur'));"

@@ -108,8 +108,10 @@ class Studio:
         if drafted is not None:
             for _ in self._grow(drafted, inputs, drafter, options):
                 yield message(DRAFTER_NEXT), stage(plain, drafted), ""
-        says = message(verdict(plain, drafted, greedy=not options["do_sample"]))
-        yield says, stage(plain, drafted, replay=drafted is not None), as_plain_text(plain, drafted)
+        says = verdict(plain, drafted, greedy=not options["do_sample"])
+        if max(answer.seconds for answer in (plain, drafted) if answer) >= SECONDS_AN_ANSWER:
+            says += f" An answer is stopped after {SECONDS_AN_ANSWER} seconds."
+        yield message(says), stage(plain, drafted, replay=drafted is not None), as_plain_text(plain, drafted)
 
     def _grow(
         self,
@@ -181,7 +183,9 @@ def page(studio: Studio) -> gr.Blocks:
             inputs=[prompt, drafter, carry, temperature, length], outputs=[says, shown, words],
             show_progress="minimal", show_progress_on=says, concurrency_limit=1, api_visibility="private",
         )  # fmt: skip
-        stop.click(None, cancels=[asked])
+        stopped = stop.click(None, cancels=[asked])
+        stopped.then(lambda: message("Stopped."), outputs=says, queue=False, show_progress="hidden",
+                     api_visibility="private")  # fmt: skip
         again.click(None, js=REPLAY)
         show.change(None, inputs=show, js=SHOW_REJECTED)
         drafter.change(studio.carries, drafter, carry, queue=False, show_progress="hidden", api_visibility="private")
