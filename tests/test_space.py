@@ -11,6 +11,7 @@ import time
 import urllib.request
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,6 +139,9 @@ def app(monkeypatch):
     return importlib.import_module("app")
 
 
+READER = SimpleNamespace(session_hash="reader")
+
+
 def last(answers):
     """What stands on the page in the end: message, stage, plain text."""
     return list(answers)[-1]
@@ -145,10 +149,26 @@ def last(answers):
 
 @pytest.mark.slow
 @needs_gradio
+def test_only_the_reader_who_asked_can_stop_an_answer(app, monkeypatch):
+    studio = app.Studio(make_target(), make_tokenizer(), {"tiny": make_drafter()})
+    monkeypatch.setattr(app, "SECONDS_BETWEEN_LOOKS", 0.0)
+    answers = studio.answer("1 2", "tiny", True, 0.0, 200, READER)
+
+    next(answers)
+    studio.stop(SimpleNamespace(session_hash="somebody else"))
+    next(answers)
+    studio.stop(READER)
+
+    assert "Stopped." in next(answers)[0]
+    assert list(answers) == []
+
+
+@pytest.mark.slow
+@needs_gradio
 def test_without_a_drafter_the_page_answers_plain(app):
     studio = app.Studio(make_target(), make_tokenizer(), {})
 
-    says, drawn, words = last(studio.answer("1 2", None, True, 0.0, 16))
+    says, drawn, words = last(studio.answer("1 2", None, True, 0.0, 16, READER))
 
     assert "There is no drafter here" in says
     assert "replay" not in drawn
@@ -164,7 +184,7 @@ def test_sampling_and_a_slow_answer_are_told(app, monkeypatch):
     studio = app.Studio(make_target(), make_tokenizer(), {"tiny": make_drafter()})
     monkeypatch.setattr(app, "SECONDS_AN_ANSWER", 0.001)
 
-    says, drawn, _ = last(studio.answer("1 2", "tiny", True, 0.8, 200))
+    says, drawn, _ = last(studio.answer("1 2", "tiny", True, 0.8, 200, READER))
 
     assert "Both texts are samples" in says
     assert "An answer is stopped after 0.001 seconds." in says
@@ -176,7 +196,7 @@ def test_sampling_and_a_slow_answer_are_told(app, monkeypatch):
 def test_what_generate_refuses_is_told_in_a_sentence(app):
     studio = app.Studio(make_target(), make_tokenizer(), {"other": make_drafter(vocab_size=71)})
 
-    says, _, _ = last(studio.answer("1 2", "other", True, 0.0, 16))
+    says, _, _ = last(studio.answer("1 2", "other", True, 0.0, 16, READER))
 
     assert 'role="alert"' in says
     assert "vocabulary size 71" in says
@@ -417,6 +437,7 @@ def test_smollm2_answers_in_the_browser_and_can_be_stopped(smollm2, tmp_path):
         page.wait(lambda: page.number("tokens", ".plain") > 3)
         page.all("#stop")[0].click()
         page.wait(lambda: page.text("#says .message") == "Stopped.")
+        time.sleep(1)  # Gradio takes the next click once the call before it is closed
         page.browser.execute_script(
             "const box = document.querySelector('#length input[type=number]'); box.value = 16;"
             "box.dispatchEvent(new Event('input', {bubbles: true})); box.dispatchEvent(new Event('blur'));"

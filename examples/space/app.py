@@ -8,6 +8,7 @@ SPACE_TARGET names another target than the embedded SmolLM2, SPACE_DRAFTER a dra
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -53,13 +54,18 @@ def drafter_sources() -> dict[str, str]:
     return ours | {name: source for name, source in found.items() if name not in ours}
 
 
+class StoppedError(Exception):
+    """The reader wants no more of this answer."""
+
+
 @dataclass
 class Studio:
-    """The target, and the drafters by name."""
+    """The target, the drafters by name, and whose session is answered: one at a time."""
 
     target: Any
     tokenizer: Any
     drafters: dict[str, CarryoverDrafterModel]
+    session: str | None = None
 
     def warm_up(self, drafter: CarryoverDrafterModel | None) -> None:
         """Answer once, so that no measured answer pays for what only a first one does."""
@@ -80,11 +86,14 @@ class Studio:
         )
 
     def answer(
-        self, prompt: str, name: str | None, carry: bool, temperature: float, length: int
+        self, prompt: str, name: str | None, carry: bool, temperature: float, length: int, request: gr.Request
     ) -> Iterator[tuple[Any, Any, Any]]:
         """Stream both answers in turn, then replay them: the message, the stage, and all of it as plain text."""
+        self.session = request.session_hash
         try:
             yield from self._answer(prompt, name, carry, temperature, length)
+        except StoppedError:
+            yield message("Stopped."), gr.skip(), gr.skip()
         except (ValueError, RuntimeError, OSError) as problem:
             yield error(" ".join(str(problem).split())), gr.skip(), gr.skip()
 
@@ -121,13 +130,21 @@ class Studio:
         options: dict[str, Any],
     ) -> Iterator[None]:
         """Fill an answer, with a stop every now and then to look at it."""
-        looked = perf_counter()
-        for token in self.stream(inputs, drafter, options):
-            answer.tokens.append(token)
-            if perf_counter() - looked > SECONDS_BETWEEN_LOOKS:
-                yield
-                looked = perf_counter()
+        looked, session = perf_counter(), self.session
+        with closing(self.stream(inputs, drafter, options)) as tokens:
+            for token in tokens:
+                if self.session != session:
+                    raise StoppedError
+                answer.tokens.append(token)
+                if perf_counter() - looked > SECONDS_BETWEEN_LOOKS:
+                    yield
+                    looked = perf_counter()
         yield
+
+    def stop(self, request: gr.Request) -> None:
+        """End the answer that this reader's session gets now."""
+        if self.session == request.session_hash:
+            self.session = None
 
     def carries(self, name: str) -> bool:
         """Whether a drafter learnt to read carried rows."""
@@ -178,14 +195,12 @@ def page(studio: Studio) -> gr.Blocks:
         gr.HTML(LEGEND)
         with gr.Accordion("Both answers as plain text", open=False, elem_id="words"):
             words = gr.Textbox(label="Plain text", lines=12, max_lines=40, interactive=False, show_label=False)
-        asked = gr.on(
+        gr.on(
             [run.click, prompt.submit], studio.answer,
             inputs=[prompt, drafter, carry, temperature, length], outputs=[says, shown, words],
             show_progress="minimal", show_progress_on=says, concurrency_limit=1, api_visibility="private",
         )  # fmt: skip
-        stopped = stop.click(None, cancels=[asked])
-        stopped.then(lambda: message("Stopped."), outputs=says, queue=False, show_progress="hidden",
-                     api_visibility="private")  # fmt: skip
+        stop.click(studio.stop, queue=False, api_visibility="private")
         again.click(None, js=REPLAY)
         show.change(None, inputs=show, js=SHOW_REJECTED)
         drafter.change(studio.carries, drafter, carry, queue=False, show_progress="hidden", api_visibility="private")
