@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_carryover import evaluation, model_card
+from hf_carryover import cli, evaluation, model_card
 from hf_carryover.evaluation import EvaluationArguments, plots
 from hf_carryover.model_card import render_card, write_card
 from tests.evaluation_fakes import make_tokenizer, write_prompts
@@ -184,3 +184,18 @@ def test_the_fingerprint_is_of_the_weights_not_of_who_saved_them(folder):
 def test_the_template_lies_beside_the_code_so_that_the_wheel_has_it():
     assert model_card.TEMPLATE.parent == Path(model_card.__file__).parent
     assert model_card.TEMPLATE.is_file()
+
+
+def test_the_command_writes_the_card_and_tells_errors_in_a_sentence(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["hf-carryover", "card", str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert f"The card is {folder / 'README.md'}." in capsys.readouterr().out
+    assert stale_cards(folder.parent) == []
+
+    monkeypatch.setattr("sys.argv", ["hf-carryover", "card", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert "Expected a drafter folder with config.json" in capsys.readouterr().err

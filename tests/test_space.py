@@ -214,7 +214,11 @@ def test_drafters_are_those_of_model_cards_and_a_named_one(app, monkeypatch, tmp
     assert next(iter(app.drafter_sources().items())) == ("two", "someone/two")
 
 
-IS_FROM_WHEEL = "import sys, hf_carryover; assert hf_carryover.__file__.startswith(sys.prefix), hf_carryover.__file__"
+IS_FROM_WHEEL = """
+import sys, hf_carryover, hf_carryover.model_card
+assert hf_carryover.__file__.startswith(sys.prefix), hf_carryover.__file__
+assert hf_carryover.model_card.TEMPLATE.is_file()
+"""
 
 
 # -- in a browser
