@@ -161,10 +161,10 @@ def page(studio: Studio) -> gr.Blocks:
             "it rejects helps with the next guess. The text stays the target's own.</p></header>"
         )
         with gr.Row(equal_height=False):
-            with gr.Column(scale=3, min_width=300):
+            with gr.Column(scale=6, min_width=300):
                 prompt = gr.Textbox(EXAMPLES[0], label="Prompt", lines=3, max_lines=8, elem_id="prompt")
                 gr.Examples([[text] for text in EXAMPLES], inputs=prompt, label="Examples")
-            with gr.Column(scale=2, min_width=300):
+            with gr.Column(scale=5, min_width=300):
                 drafter = gr.Dropdown(names, value=chosen, label="Drafter", interactive=True, visible=bool(names))
                 with gr.Row():
                     carry = gr.Checkbox(
