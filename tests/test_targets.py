@@ -161,3 +161,20 @@ def test_a_model_folder_loads_like_an_embedded_target(tmp_path, smollm2):
 
     assert model.dtype == torch.float64
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (f"/cache/{targets.folder_name(targets.TARGETS['smollm2'])}", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("/models/mine", None),
+        ("./mine", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_target_has_a_name_on_the_hub_unless_it_is_a_folder(name, found):
+    assert targets.hub_name(name) == found

@@ -7,6 +7,7 @@ from hf_carryover.conversion import load_dflash, load_drafter
 from hf_carryover.decoding import install, uninstall
 from hf_carryover.drafting import CarryoverCandidateGenerator
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
+from hf_carryover.streaming import StreamedToken, TokenStreamer, stream_tokens
 from hf_carryover.targets import load_target
 
 __all__ = [
@@ -16,9 +17,12 @@ __all__ = [
     "CarryoverDrafterModel",
     "DraftStats",
     "Round",
+    "StreamedToken",
+    "TokenStreamer",
     "install",
     "load_dflash",
     "load_drafter",
     "load_target",
+    "stream_tokens",
     "uninstall",
 ]

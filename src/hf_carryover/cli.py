@@ -245,6 +245,14 @@ def convert(
     console.print(f"The drafter is in {out} ({to}{carries}).")
 
 
+@app.command()
+def card(folder: Annotated[Path, typer.Argument(help="Drafter folder; its README.md is written anew.")]) -> None:
+    """Render a drafter's model card from its files."""
+    from hf_carryover.model_card import write_card
+
+    console.print(f"The card is {write_card(folder)}.")
+
+
 def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load a target, with a word about it."""
     import torch

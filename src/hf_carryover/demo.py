@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from hf_carryover.acceptance import DraftStats
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
+from hf_carryover.streaming import StreamedToken, TokenStreamer
 
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -23,46 +23,27 @@ PROMPTS = (
 DRAFT_STYLE, OWN_STYLE = "green", "bold cyan"
 
 
-class OriginStreamer(BaseStreamer):
+class OriginStreamer(TokenStreamer):
     """Prints text as it comes: accepted drafts in one style, the target's own tokens in another."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, drafter: CarryoverDrafterModel | None, console: Console
     ) -> None:
-        self.tokenizer, self.drafter, self.console = tokenizer, drafter, console
-        self.ids: list[int] | None = None
-        self.printed, self.num_rounds, self.place = "", 0, 0
+        super().__init__(tokenizer, drafter, self._show)
+        self.console = console
 
-    def put(self, value: Tensor) -> None:
-        """The prompt first, which is not shown, then one token at a time."""
-        if self.ids is None:
-            self.ids = []
-            return
-        self.ids += value.flatten().tolist()
-        style = DRAFT_STYLE if self._is_draft() else OWN_STYLE
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # a character may span several tokens
-            self._print(text, style)
+    def _show(self, token: StreamedToken) -> None:
+        self._print(token.text, DRAFT_STYLE if token.is_draft else OWN_STYLE)
 
     def _print(self, text: str, style: str) -> None:
-        new, self.printed = text[len(self.printed) :], text
         if self.console.is_terminal:
-            self.console.out(new, style=style, end="", highlight=False)
+            self.console.out(text, style=style, end="", highlight=False)
         else:  # a file gets the text as it is: rich would expand tabs
-            self.console.file.write(new)
-
-    def _is_draft(self) -> bool:
-        """Whether the newest token was drafted: of a round's tokens, the accepted drafts come first."""
-        rounds = self.drafter.last_stats.rounds if self.drafter is not None else []
-        if len(rounds) != self.num_rounds:
-            self.num_rounds, self.place = len(rounds), 0
-        self.place += 1
-        return bool(rounds) and self.place <= rounds[-1].num_accepted
+            self.console.file.write(text)
 
     def end(self) -> None:
         """Print what waited for the rest of its character, and finish the line."""
-        self._print(self.tokenizer.decode(self.ids or [], skip_special_tokens=True), OWN_STYLE)
-        self._print(self.printed + "\n", OWN_STYLE)
+        self._print(self.rest() + "\n", OWN_STYLE)
 
 
 @dataclass

@@ -92,10 +92,23 @@ def embedded_folder(target: EmbeddedTarget, cache: Path | None = None) -> Path |
     if not gguf.is_file():
         return target.hub_id
     cache = cache or Path(cached_assets_path("hf_carryover", namespace="targets"))
-    folder = cache / f"{target.gguf_file.removesuffix('.gguf').lower()}-{target.sha256[:8]}"
+    folder = cache / folder_name(target)
     if not is_complete(folder):
         dequantise(gguf, folder, target)
     return folder
+
+
+def folder_name(target: EmbeddedTarget) -> str:
+    """Name of an embedded target's cached folder, which stands for the file it was made from."""
+    return f"{target.gguf_file.removesuffix('.gguf').lower()}-{target.sha256[:8]}"
+
+
+def hub_name(name: str | None) -> str | None:
+    """The Hub id of a target by its name or cached folder; another folder has none, another name is one."""
+    for short, target in TARGETS.items():
+        if name in (short, target.hub_id) or Path(name or "").name == folder_name(target):
+            return target.hub_id
+    return None if name is None or Path(name).is_absolute() or name.count("/") != 1 or name[0] == "." else name
 
 
 def is_complete(folder: Path) -> bool:

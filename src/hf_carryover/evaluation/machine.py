@@ -1,6 +1,7 @@
 """On what was it measured, and with what? Facts that a number is worth nothing without."""
 
 import hashlib
+import json
 import platform
 import shlex
 import shutil
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Who saved a model, which says nothing about it.
+SAVED_WITH = ("architectures", "transformers_version")
 PACKAGES = ("hf-carryover", "torch", "transformers")
 
 
@@ -37,9 +41,14 @@ def describe_machine(target: PreTrainedModel) -> dict[str, Any]:
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Name, size, and a fingerprint of configuration and weights, which a name alone does not pin down."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
+    config = json.loads(model.config.to_json_string())
+    facts = {name: value for name, value in config.items() if name not in SAVED_WITH}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.sum(dtype=torch.float64).item()!r}".encode())
+        # Whole numbers: a sum of floats depends on how memory is aligned and how many threads add.
+        digest.update(
+            f"{name} {tensor.contiguous().view(BITS[tensor.itemsize]).sum(dtype=torch.int64).item()}".encode()
+        )
     return {
         "name": model.config.name_or_path,
         "parameters": model.num_parameters(),

@@ -63,7 +63,7 @@ def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:
         _by_set(here["results"], lambda row: _number(row["accepted_length"], row["accepted_length_interval"])),
         _image("accepted_length", temperature),
         "Rounds by accepted drafts, all sets:",
-        _table(
+        markdown_table(
             ["system", "prompts", "rounds", "drafts a round", *map(str, range(longest))],
             [
                 [row["system"], row["prompts"], row["rounds"], f"{row['accepted_drafts']:.3f}", *row["histogram"]]
@@ -80,7 +80,7 @@ def _carried_rows(here: dict[str, Rows], temperature: float) -> list[str]:
     parts = [
         "### What carried rows add",
         "Differences of the accepted length on the same prompts, with paired 95 % intervals.",
-        _table(
+        markdown_table(
             ["set", "difference", "tokens a round"],
             [
                 [row["set"], f"{row['system']} minus {row['minus']}", _number(row["difference"], row["interval"], "+")]
@@ -95,7 +95,7 @@ def _carried_rows(here: dict[str, Rows], temperature: float) -> list[str]:
         "Recall at position k: how often the draft for the k-th position after the anchor is the token that finally "
         "stands there, with carry on and off at the same anchors. Re-convergence: of rejected positions after the "
         "first, the share whose draft finally stands there. Attention: the share that falls on carried rows.",
-        _table(
+        markdown_table(
             ["set", "anchors", "with carried rows", "recall at 1, 2, .. on", "off", "re-convergence", "attention"],
             [
                 [row["set"], row["anchors"], row["anchors_carrying"], _curve(row["recall_on"]),
@@ -116,7 +116,7 @@ def _speed(here: dict[str, Rows], temperature: float) -> list[str]:
         "95 % interval.",
         _by_set(here["results"], lambda row: _number(row["speedup"], row["speedup_interval"])),
         _image("speed", temperature),
-        _table(
+        markdown_table(
             ["set", "carry-on relative to", "speed"],
             [
                 [row["set"], rival, _number(ratio["ratio"], ratio["interval"])]
@@ -126,7 +126,7 @@ def _speed(here: dict[str, Rows], temperature: float) -> list[str]:
         ),
         "Where the time of a round goes, in milliseconds, all sets. The limit is the speed-up after the prompt's pass "
         "if recycling and the loop took no time; with a free drafter, drafting would take none either.",
-        _table(
+        markdown_table(
             ["system", "draft", "recycle", "verify", "loop", "one plain token", "speed-up", "limit", "free drafter",
              "share of the limit"],
             [
@@ -150,7 +150,7 @@ def _exactness(exactness: dict[str, Any]) -> list[str]:
     if differences:
         header = ["set", "prompt", "system", "first difference at", "gap of logits", "explained by rounding"]
         keys = ("set", "number", "system", "position", "gap", "explained")
-        parts.append(_table(header, [[row[key] for key in keys] for row in differences]))
+        parts.append(markdown_table(header, [[row[key] for key in keys] for row in differences]))
     return parts
 
 
@@ -159,16 +159,19 @@ def _conditions(summary: dict[str, Any]) -> list[str]:
     for name, model in summary["models"].items():
         facts[name] = ", ".join(f"{key} {value}" for key, value in model.items())
     facts |= summary["versions"] | summary["arguments"]
-    return ["## Conditions", _table(["", ""], [[key, f"`{value}`"] for key, value in facts.items()])]
+    return ["## Conditions", markdown_table(["", ""], [[key, f"`{value}`"] for key, value in facts.items()])]
 
 
 def _by_set(results: Rows, cell: Any) -> str:
     """A table with a line a set and a column a system."""
     systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
-    return _table(["set", *systems], [[name, *(cell(row) for row in results if row["set"] == name)] for name in sets])
+    return markdown_table(
+        ["set", *systems], [[name, *(cell(row) for row in results if row["set"] == name)] for name in sets]
+    )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown, without a line break at its end."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 

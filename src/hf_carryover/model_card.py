@@ -1,0 +1,150 @@
+"""What may a drafter's page on the Hub say? What the files in its folder say, and nothing else."""
+
+import hashlib
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from hf_carryover.conversion import load_drafter, read_json
+from hf_carryover.evaluation.machine import describe_model
+from hf_carryover.evaluation.report import markdown_table
+from hf_carryover.evaluation.speed import OURS, RIVALS
+from hf_carryover.evaluation.summary import POOLED
+from hf_carryover.modeling_carryover import CarryoverDrafterModel
+from hf_carryover.targets import hub_name
+
+TEMPLATE = Path(__file__).with_name("model_card_template.md")
+MEASURED, RECORD = "evaluation.json", "training.json"
+# What the card reads of each file.
+KEYS = {
+    MEASURED: {"results", "differences", "speed", "exactness", "models", "dtype", "device", "threads", "versions",
+               "arguments", "failed_sets", "notes", "command", "date"},
+    RECORD: {"command", "recipe", "arguments", "texts", "steps", "seconds", "machine"},
+}  # fmt: skip
+METRICS = {"accepted_length": "Accepted length", "speedup": "Speed relative to plain generate"}
+
+
+def write_card(folder: str | Path) -> Path:
+    """Write a drafter folder's ``README.md`` anew; arguments and errors are those of `render_card`."""
+    card = Path(folder) / "README.md"
+    card.write_text(render_card(folder), encoding="utf-8")
+    return card
+
+
+def render_card(folder: str | Path) -> str:
+    """The model card of a drafter folder, from its configuration, ``evaluation.json`` and ``training.json``.
+
+    A folder without one of the last two gets a card that says so.
+
+    Raises:
+        FileNotFoundError: There is no ``config.json``.
+        ValueError: A file is broken or lacks what the card needs, or the evaluation is another drafter's.
+    """
+    folder = Path(folder).resolve()
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"Expected a drafter folder with config.json, found none in {folder}; check the path.")
+    evaluation, training = (_read(folder / name) for name in (MEASURED, RECORD))
+    drafter = load_drafter(folder, dtype=getattr(torch, evaluation["dtype"]) if evaluation else None)
+    if evaluation:
+        _check_measured(drafter, evaluation)
+    base = hub_name(evaluation["models"]["target"]["name"]) if evaluation else None
+    base = base or (hub_name(training["recipe"]["target"]) if training else None)
+    program, *words = shlex.split(training["command"]) if training else [""]
+    files = [folder / name for name in KEYS if (folder / name).exists()]
+    card = ModelCard.from_template(
+        _metadata(folder.name, base, evaluation, training), template_path=str(TEMPLATE),
+        name=folder.name, base=base, config=drafter.config, carries=bool(drafter.carry_embedding.any()),
+        evaluation=evaluation, training=training, command=shlex.join([Path(program).name, *words]),
+        sections=[_section(evaluation, t) for t in dict.fromkeys(row["temperature"] for row in _results(evaluation))],
+        digests={file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files},
+    )  # fmt: skip
+    return str(card).rstrip() + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_json(path) if path.exists() else {}
+    missing = sorted(KEYS[path.name] - content.keys())
+    if content and missing:
+        raise ValueError(f"Expected {', '.join(missing)} in {path}, found none; make the file again.")
+    return content
+
+
+def _check_measured(drafter: CarryoverDrafterModel, evaluation: dict[str, Any]) -> None:
+    measured, found = evaluation["models"]["drafter"], describe_model(drafter)
+    if measured["fingerprint"] != found["fingerprint"]:
+        raise ValueError(
+            f"Expected an evaluation of this drafter (fingerprint {found['fingerprint']}), found one of "
+            f"{measured['name']} ({measured['fingerprint']}); run `hf-carryover evaluate` again."
+        )
+
+
+def _results(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in evaluation.get("results", []) if row["system"] in OURS]
+
+
+def _metadata(name: str, base: str | None, evaluation: dict[str, Any], training: dict[str, Any]) -> ModelCardData:
+    data = Path(training["recipe"]["data"]).name.partition(".")[0] if training else None
+    results = [
+        EvalResult(
+            task_type="text-generation", dataset_type=row["set"], dataset_name=row["set"], metric_type=metric,
+            metric_name=f"{label}, {row['system']}, temperature {row['temperature']:g}",
+            metric_value=round(row[metric], 4),
+        )
+        for row in _results(evaluation)
+        for metric, label in METRICS.items()
+    ]  # fmt: skip
+    return ModelCardData(
+        model_name=name, base_model=base, library_name="transformers", pipeline_tag="text-generation",
+        license="apache-2.0", tags=["speculative-decoding", "carryover-drafting", "dflash"],
+        datasets=None if data is None else [data], eval_results=results or None,
+    )  # fmt: skip
+
+
+def _section(evaluation: dict[str, Any], temperature: float) -> dict[str, Any]:
+    """The tables of one temperature, and the sets on which a gain is not shown."""
+    results, differences, speed = (
+        [row for row in rows if row["temperature"] == temperature]
+        for rows in (_results(evaluation), evaluation["differences"], evaluation["speed"])
+    )
+    systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
+    rivals = [rival for rival in RIVALS if rival in systems]
+    measured = {(row["set"], row["system"]): row for row in results}
+    gains = {(row["set"], row["minus"]): row for row in differences}
+    ratios = {(row["set"], rival): ratio for row in speed for rival, ratio in row["carry_on_to"].items()}
+
+    def by_system(metric: str) -> str:
+        return markdown_table(["set", *systems], [
+            [name, *(_cell(measured[name, s][metric], measured[name, s][f"{metric}_interval"]) for s in systems)]
+            for name in sets
+        ])  # fmt: skip
+
+    gained = markdown_table(
+        ["set", *(f"tokens a round, minus {rival}" for rival in rivals), *(f"speed, to {rival}" for rival in rivals)],
+        [
+            [name, *(_cell(gains[name, r]["difference"], gains[name, r]["interval"], "+") for r in rivals),
+             *(_cell(ratios[name, r]["ratio"], ratios[name, r]["interval"]) for r in rivals)]
+            for name in sets
+        ],
+    )  # fmt: skip
+    single = [name for name in sets if name != POOLED]
+    not_shown = {
+        f"accepted length, carry-on minus {rival}, above zero": [
+            name for name in single if _low(gains[name, rival]["interval"]) <= 0
+        ]
+        for rival in rivals
+    }
+    best = {name: measured[name, "carry-on"]["speedup_interval"] for name in single}
+    not_shown["speed, carry-on to plain, above one"] = [name for name in single if _low(best[name]) <= 1]
+    tables = {label: by_system(metric) for metric, label in METRICS.items()} | {"What carried rows add": gained}
+    return {"temperature": f"{temperature:g}", "tables": tables, "not_shown": not_shown}
+
+
+def _cell(value: float, interval: list[float] | None, sign: str = "") -> str:
+    return f"{value:{sign}.2f}" + (f" [{interval[0]:{sign}.2f}, {interval[1]:{sign}.2f}]" if interval else "")
+
+
+def _low(interval: list[float] | None) -> float:
+    return interval[0] if interval else float("-inf")

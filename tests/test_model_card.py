@@ -1,0 +1,201 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_carryover import cli, evaluation, model_card
+from hf_carryover.evaluation import EvaluationArguments, plots
+from hf_carryover.model_card import render_card, write_card
+from tests.evaluation_fakes import make_tokenizer, write_prompts
+from tests.fakes import make_drafter, make_target
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+TRAINING = {
+    "command": "/somewhere/bin/hf-carryover train recipe.yaml --stage carryover",
+    "recipe": {"target": "smollm2", "data": "../texts/selfchat.jsonl.gz", "drafter": "base"},
+    "arguments": {"stage": "carryover"},
+    "texts": 1234,
+    "steps": 56,
+    "seconds": 78.9,
+    "machine": {"device": "A Processor", "threads": 2, "dtype": "float32"},
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A tiny drafter's folder with a real evaluation beside a control."""
+    folder = tmp_path_factory.mktemp("cards") / "tiny-drafter"
+    drafter = make_drafter()
+    drafter.save_pretrained(folder)
+    prompts = [write_prompts(folder.parent / f"{name}.jsonl", ["1 2 3", "4 5 6"]) for name in ("a", "b")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "draw_plots", lambda summary, out: None)
+        evaluation.evaluate(
+            make_target(), make_tokenizer(), drafter, prompts=prompts, out=folder, control=make_drafter(seed=2),
+            arguments=EvaluationArguments(max_new_tokens=6),
+        )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def folder(measured, tmp_path):
+    """A copy that a test may change."""
+    return Path(shutil.copytree(measured, tmp_path / measured.name))
+
+
+def change(path, edit):
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def stale_cards(cards):
+    """Folders whose README.md is not what their files say."""
+    folders = sorted(path.parent for path in cards.glob("*/config.json"))
+    return [path.name for path in folders if (path / "README.md").read_bytes() != render_card(path).encode()]
+
+
+def test_every_published_card_is_what_its_files_say():
+    assert stale_cards(CARDS) == []
+
+
+def test_a_card_that_was_edited_or_whose_numbers_changed_is_found(folder):
+    write_card(folder)
+    assert stale_cards(folder.parent) == []
+
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("One prompt", "Many prompts"))
+    assert stale_cards(folder.parent) == ["tiny-drafter"]
+
+    write_card(folder)
+    change(folder / "evaluation.json", lambda content: content["results"][-1].update(speedup=9.87))
+    assert stale_cards(folder.parent) == ["tiny-drafter"]
+    assert "9.87" in render_card(folder)
+
+
+def test_the_metadata_has_target_licence_and_every_measured_number(folder):
+    (folder / "training.json").write_text(json.dumps(TRAINING))
+    results = [
+        row for row in json.loads((folder / "evaluation.json").read_text())["results"]
+        if row["system"] in ("carry-on", "carry-off", "control")
+    ]  # fmt: skip
+
+    data = yaml.safe_load(render_card(folder).split("---")[1])
+
+    assert data["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
+    assert (data["license"], data["datasets"]) == ("apache-2.0", ["selfchat"])
+    metrics = [metric for result in data["model-index"][0]["results"] for metric in result["metrics"]]
+    assert len(metrics) == 2 * len(results)
+    for row in results:
+        named = {metric["name"]: metric["value"] for metric in metrics if metric["type"] == "accepted_length"}
+        assert f"Accepted length, {row['system']}, temperature 0" in named
+        assert round(row["accepted_length"], 4) in [metric["value"] for metric in metrics]
+
+
+def test_the_tables_show_each_system_per_set_and_pooled_with_intervals(folder):
+    rows = json.loads((folder / "evaluation.json").read_text())["results"]
+
+    card = render_card(folder)
+
+    assert "| set | carry-off | carry-on | control |" in card
+    assert "| set | tokens a round, minus carry-off | tokens a round, minus control |" in card
+    for row in rows:
+        low, high = row["accepted_length_interval"]
+        shown = f"{row['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
+        assert any(line.startswith(f"| {row['set']} |") and shown in line for line in card.splitlines()) or (
+            row["system"] not in ("carry-off", "carry-on", "control")
+        )
+    assert "| all |" in card
+
+
+def test_the_card_tells_how_the_drafter_was_trained_and_on_what_it_was_measured(folder):
+    facts = json.loads((folder / "evaluation.json").read_text())
+    assert "has no record of it (`training.json`)" in render_card(folder)
+    (folder / "training.json").write_text(json.dumps(TRAINING))
+
+    card = render_card(folder)
+
+    assert "| command | `hf-carryover train recipe.yaml --stage carryover` |" in card
+    assert "| stage | carryover |\n| started from | `base` |\n| steps | 56 |\n| texts | 1234, answers of" in card
+    assert "| machine | A Processor, 2 threads, float32 |" in card
+    assert f"Measured on one machine: {facts['device']}, {facts['threads']} threads" in card
+
+
+def test_limits_name_the_sets_on_which_the_gain_is_not_shown(folder):
+    def edit(content):
+        for row in content["differences"]:
+            row["interval"] = [0.1, 0.2] if row["set"] == "a" else [-0.1, 0.2]
+        for row in content["results"]:
+            row["speedup_interval"] = [1.1, 1.2]
+
+    change(folder / "evaluation.json", edit)
+
+    card = render_card(folder)
+
+    assert "does not show accepted length, carry-on minus control, above zero: b." in card
+    assert "does not show speed, carry-on to plain, above one: none." in card
+
+
+def test_a_drafter_without_evaluation_gets_a_card_that_says_so(folder):
+    (folder / "evaluation.json").unlink()
+
+    card = render_card(folder)
+
+    assert "**Nothing was measured.**" in card
+    assert "model-index" not in card
+    assert "### Accepted length" not in card
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"Expected a drafter folder with config\.json, found none in"):
+        write_card(tmp_path)
+
+
+def test_broken_or_foreign_files_are_named(folder):
+    (folder / "training.json").write_text("{")
+    with pytest.raises(ValueError, match=r"Expected UTF-8 JSON in .*training\.json"):
+        render_card(folder)
+
+    (folder / "training.json").write_text('{"steps": 1}')
+    with pytest.raises(ValueError, match=r"Expected arguments, command, .* in .*training\.json, found none"):
+        render_card(folder)
+
+
+def test_an_evaluation_of_another_drafter_is_refused(folder):
+    make_drafter(seed=3).save_pretrained(folder)
+
+    with pytest.raises(ValueError, match=r"Expected an evaluation of this drafter .* found one of"):
+        render_card(folder)
+
+
+def test_the_fingerprint_is_of_the_weights_not_of_who_saved_them(folder):
+    def edit(content):
+        content["transformers_version"] = "6.0.0"
+        content["architectures"] = None
+
+    change(folder / "config.json", edit)
+
+    assert "## Results" in render_card(folder)
+
+
+def test_the_template_lies_beside_the_code_so_that_the_wheel_has_it():
+    assert model_card.TEMPLATE.parent == Path(model_card.__file__).parent
+    assert model_card.TEMPLATE.is_file()
+
+
+def test_the_command_writes_the_card_and_tells_errors_in_a_sentence(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["hf-carryover", "card", str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert f"The card is {folder / 'README.md'}." in capsys.readouterr().out
+    assert stale_cards(folder.parent) == []
+
+    monkeypatch.setattr("sys.argv", ["hf-carryover", "card", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 1
+    assert "Expected a drafter folder with config.json" in capsys.readouterr().err
