@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_carryover.conversion import load_drafter, read_json
+from hf_carryover.conversion import load_drafter
+from hf_carryover.conversion.folders import read_json
 from hf_carryover.evaluation.machine import describe_model
 from hf_carryover.evaluation.report import markdown_table
 from hf_carryover.evaluation.speed import OURS, RIVALS
