@@ -53,7 +53,7 @@ MOST_LINES = {
     "demo": 220,
     # 250 in STYLE.md: nine commands, their options typed and explained.
     "cli": 330,
-    "model_card": 150,
+    "model_card": 160,
 }
 
 
