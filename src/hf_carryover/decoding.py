@@ -23,8 +23,8 @@ from .drafting import CarryoverCandidateGenerator
 PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
 MARK = "carryover_original"
-# Rounds of a call that measures how long rounds take.
-MEASURED_ROUNDS = 8
+# Prompt tokens and rounds of a call that measures how long rounds take.
+MEASURED_PROMPT, MEASURED_ROUNDS = 16, 8
 
 
 def install() -> None:
@@ -73,7 +73,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             check_inputs(input_ids, kwargs)
             passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
             memory = recall(kwargs["cache"], drafter)
-            passed_on |= {"memory": memory, "times": _times(self, drafter, input_ids, config)}
+            passed_on |= {"memory": memory, "times": _times(self, drafter, config)}
             generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
             by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
             gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
@@ -92,7 +92,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     return decode
 
 
-def _times(target: Any, drafter: Any, input_ids: Tensor, config: GenerationConfig) -> RoundSeconds | None:
+def _times(target: Any, drafter: Any, config: GenerationConfig) -> RoundSeconds | None:
     """Timings that automatic draft lengths go by where they must not change from call to call.
 
     They are given; or the call samples, and the same seed shall give the same text: then a greedy call measures them.
@@ -103,8 +103,8 @@ def _times(target: Any, drafter: Any, input_ids: Tensor, config: GenerationConfi
         return RoundSeconds(drafter.timings)
     tokens = MEASURED_ROUNDS * (drafter.config.num_drafts + 1)
     options = {"assistant_model": drafter, "max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
-    mask = torch.ones_like(input_ids)
-    return frozen_times(target, drafter, lambda: target.generate(input_ids, attention_mask=mask, **options))
+    ids = torch.zeros(1, MEASURED_PROMPT, dtype=torch.long, device=target.device)  # any text will do
+    return frozen_times(target, drafter, lambda: target.generate(ids, attention_mask=ids + 1, **options))
 
 
 def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:

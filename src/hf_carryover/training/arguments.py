@@ -14,7 +14,7 @@ def _setting(default: Any, help: str) -> Any:
 
 @dataclass
 class CarryoverTrainingArguments(TrainingArguments):
-    """`transformers.TrainingArguments` with the settings of drafting; defaults are those that paid on two CPU cores.
+    """`transformers.TrainingArguments` with the settings of drafting; its defaults suit two CPU cores.
 
     Raises:
         ValueError: A setting is out of its range; the message names it.

@@ -98,12 +98,16 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         trainer.train(resume_from_checkpoint=last_checkpoint(out))
     if interruption.happened:
         raise KeyboardInterrupt
-    if recipe.lora_rank is not None:
-        trainer.model.save_pretrained(out / ADAPTER)
-        drafter = trainer.model.merge_and_unload()
-    drafter.save_pretrained(out)
-    (out / RECORD).write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
-    return drafter
+    adapter = trainer.model if recipe.lora_rank is not None else None
+    if trainer.is_world_process_zero():  # several processes hold the same drafter
+        if adapter is not None:
+            adapter.save_pretrained(out / ADAPTER)
+            drafter = adapter.merge_and_unload()
+        drafter.save_pretrained(out)
+        unfinished = out / f"{RECORD}.unfinished"
+        unfinished.write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
+        unfinished.replace(out / RECORD)
+    return drafter.eval()
 
 
 def read_recipe(words: Sequence[str]) -> list[str]:

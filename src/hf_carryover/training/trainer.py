@@ -68,7 +68,7 @@ class CarryoverTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.rehearsal = Rehearsal(network, target.to(args.device))
-        self._reading: tuple[Tensor, Reading] | None = None
+        self._reading: tuple[Texts, Reading] | None = None
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._started: float | None = None
 
@@ -163,6 +163,7 @@ class CarryoverTrainer(Trainer):
     ) -> dict[str, float]:
         """Loss and estimate on the validation texts, and the accepted length of real rounds on their prompts."""
         drafter = self.rehearsal.drafter
+        was_training = drafter.training
         drafter.eval()
         self._seen, kept = defaultdict(list), self._seen
         batch_size, held = self.args.per_device_train_batch_size, self.eval_dataset
@@ -177,7 +178,7 @@ class CarryoverTrainer(Trainer):
             metrics[f"{metric_key_prefix}_accepted_length_carry"] = self._accepted_length(carry=True)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        drafter.train()
+        drafter.train(was_training)
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -192,9 +193,10 @@ class CarryoverTrainer(Trainer):
         super().log(logs, start_time)
 
     def _read(self, texts: Texts) -> Reading:
-        if self._reading is None or not torch.equal(self._reading[0], texts.input_ids):
-            self._reading = texts.input_ids, self.rehearsal.read(texts)
-        return self._reading[1]
+        before = self._reading
+        if before is None or not all(torch.equal(old, new) for old, new in zip(before[0], texts, strict=True)):
+            before = self._reading = texts, self.rehearsal.read(texts)
+        return before[1]
 
     @torch.no_grad()
     def _first_round(self, texts: Texts, reading: Reading, anchors: Tensor) -> tuple[Tensor, Rejected | None]:
