@@ -53,12 +53,12 @@ MOST_LINES = {
     "demo": 220,
     # 250 in STYLE.md: nine commands, their options typed and explained.
     "cli": 330,
-    "model_card": 160,
+    "model_card": 150,
 }
 
 
 # What a package answers in several files; each file has the same limit, and its imports point one way inside, too.
-PACKAGES = {"conversion": 200, "evaluation": 200, "training": 330}
+PACKAGES = {"conversion": 200, "evaluation": 200, "training": 250}
 
 
 def source_of(name):

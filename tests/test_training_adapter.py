@@ -3,7 +3,7 @@ import torch
 from peft import PeftModel
 
 from hf_carryover.training.adapter import adapter_of
-from hf_carryover.training.recipe import MarkComplete, last_checkpoint
+from hf_carryover.training.interruption import MarkComplete, last_checkpoint
 from tests.fakes import make_drafter, make_target, plain, prompt
 from tests.test_training_trainer import answered, trainer_of
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from hf_carryover.training.data import AnchoredTexts, Example, collate
-from hf_carryover.training.rehearsal import NO_ANCHOR, Reading, Rehearsal, Texts, recorded
+from hf_carryover.training.masks import NO_ANCHOR, Texts
+from hf_carryover.training.rehearsal import Reading, Rehearsal, recorded
 from tests.fakes import MASK, make_drafter, make_target, plain, prompt
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}

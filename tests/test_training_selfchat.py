@@ -7,9 +7,9 @@ import torch
 
 from hf_carryover.targets import load_target
 from hf_carryover.training.data import read_examples
+from hf_carryover.training.datalog import DataArguments
 from hf_carryover.training.selfchat import (
     Answer,
-    DataArguments,
     ServerWriter,
     TargetWriter,
     loops,

@@ -11,7 +11,8 @@ import torch
 from hf_carryover import CarryoverDrafterModel
 from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
 from hf_carryover.training.data import AnchoredTexts, Draw, collate
-from hf_carryover.training.recipe import Interruption, MarkComplete, last_checkpoint
+from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
+from hf_carryover.training.masks import Texts
 from tests.fakes import make_drafter, make_target, plain, prompt
 
 ROOT = Path(__file__).parents[1]
@@ -235,3 +236,23 @@ def test_two_processes_make_the_same_step_as_one(tmp_path):
 
     assert weights[2]["loss"] == pytest.approx(weights[1]["loss"], rel=1e-5)
     assert weights[2]["sums"] == pytest.approx(weights[1]["sums"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_the_teacher_is_the_targets_own_distribution(kind, tmp_path):
+    # NVIDIA/Model-Optimizer#2186: teacher logits rebuilt from un-normed or wrong-layer states.
+    cap = {"final_logit_softcapping": 3.0} if kind == "gemma3_text" else {}
+    target = make_target(kind, **cap)
+    examples = answered(target, count=4)
+    drafter = make_drafter(draft_vocab_size=50, **cap)
+    trainer = trainer_of(drafter, target, examples, tmp_path, l1_weight=1.0)
+    batch = collate([AnchoredTexts(examples, num_anchors=3, seed=0)[i] for i in range(2)])
+    texts = Texts(batch["input_ids"], batch["ends"])
+
+    found = trainer.block_losses._teacher(texts, trainer.rehearsal.read(texts), batch["anchors"], 2)
+
+    for row in range(2):
+        whole = target(batch["input_ids"][row : row + 1, : batch["ends"][row]]).logits[0].softmax(-1)[:, :50]
+        for block, anchor in enumerate(batch["anchors"][row].tolist()):
+            torch.testing.assert_close(found[row, block], whole[anchor : anchor + 2], rtol=1e-4, atol=1e-5)

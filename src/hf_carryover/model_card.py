@@ -30,8 +30,7 @@ METRICS = {"accepted_length": "Accepted length", "speedup": "Speed relative to p
 
 def write_card(folder: str | Path) -> Path:
     """Write a drafter folder's ``README.md`` anew; arguments and errors are those of `render_card`."""
-    card = Path(folder) / "README.md"
-    card.write_text(render_card(folder), encoding="utf-8")
+    (card := Path(folder) / "README.md").write_text(render_card(folder), encoding="utf-8")
     return card
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
-from hf_carryover.training.rehearsal import NO_ANCHOR
+from hf_carryover.training.masks import NO_ANCHOR
 
 
 class Example(NamedTuple):

@@ -3,7 +3,6 @@
 import json
 import logging
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion import load_drafter
@@ -30,13 +22,14 @@ from hf_carryover.targets import load_target
 from hf_carryover.training.adapter import adapter_of
 from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.data import Example, Examples, most_used_tokens, read_examples
+from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
+from hf_carryover.training.memory import estimate_memory
 from hf_carryover.training.trainer import CarryoverTrainer
 
 logger = logging.getLogger(__name__)
 
 RECORD = "training.json"
 ADAPTER = "adapter"
-COMPLETE = "complete"  # the name of a checkpoint's mark
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -218,78 +211,6 @@ def unused_token(tokenizer: PreTrainedTokenizerBase) -> int:
     if not free:
         raise ValueError("Expected a special token that texts do not use, found none; name one: `--mask_token_id`.")
     return max(free)
-
-
-def last_checkpoint(out: Path) -> str | None:
-    """The newest checkpoint that was written to its end."""
-    whole = [path.parent for path in out.glob(f"checkpoint-*/{COMPLETE}")]
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
-
-
-class MarkComplete(TrainerCallback):
-    """Marks a checkpoint once it is whole, so that one cut short by a full disk is never resumed from."""
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
-    ) -> None:  # fmt: skip
-        """Called after everything is written."""
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
-
-
-class Interruption(TrainerCallback):
-    """Within its context, Ctrl-C ends training after the current step, with a checkpoint."""
-
-    def __init__(self) -> None:
-        self.happened = False
-
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, *_: object) -> None:
-        self.happened = True
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
-    ) -> None:  # fmt: skip
-        """Save and stop."""
-        if self.happened:
-            control.should_save = control.should_training_stop = True
-
-
-def estimate_memory(
-    drafter: CarryoverDrafterModel, target: PreTrainedModel, args: CarryoverTrainingArguments, length: int
-) -> dict[str, int]:
-    """Bytes that training needs, by part, for texts of ``length`` tokens; ``all`` is their sum.
-
-    Rows times widths of what is alive at the end of the forward pass, where most is; logits count four times (head,
-    softmax, their gradients).
-    """
-    config, theirs = drafter.config, target.config.get_text_config().to_dict()
-    width, inner = config.hidden_size, config.intermediate_size
-    item, texts = target.dtype.itemsize, args.per_device_train_batch_size
-    rows, blocks = texts * length, texts * args.num_anchors
-    slots, carried = blocks * config.block_size, blocks * config.num_drafts * (args.stage == "carryover")
-    kv = 2 * (theirs.get("num_key_value_heads") or theirs["num_attention_heads"])
-    kv *= theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
-    weights = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    layer = 12 * width + 5 * inner + 6 * config.num_attention_heads * config.head_dim
-    keys = length + (slots + carried) // texts
-    parts = {
-        "target's weights": target.num_parameters() * item,
-        "drafter: weights, gradients, momentum": 4 * drafter.num_parameters() + 8 * weights,
-        "target's pass: features and cache": (rows + carried) * (2 * config.feature_size + width) * item
-        + (rows + carried) * theirs["num_hidden_layers"] * kv * item,
-        "drafter's pass": 4 * config.num_hidden_layers * (slots * layer + 4 * (rows + carried) * kv)
-        + 12 * (rows + carried) * width,
-        "logits": 4 * 4 * blocks * config.num_drafts * (config.draft_vocab_size or config.vocab_size),
-        "masks": 6 * slots * keys,
-        "Python, PyTorch and texts": 600_000_000,
-    }
-    return parts | {"all": sum(parts.values())}
 
 
 def _longest(target: PreTrainedModel, recipe: RecipeArguments) -> int:

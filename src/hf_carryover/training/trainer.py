@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.training import losses
 from hf_carryover.training.arguments import CarryoverTrainingArguments
+from hf_carryover.training.blocks import BlockLosses
 from hf_carryover.training.data import AnchoredTexts, Example, LikeLengths, collate
+from hf_carryover.training.masks import Rejected, Texts
 from hf_carryover.training.optimizer import Muon
-from hf_carryover.training.rehearsal import Reading, Rehearsal, Rejected, Texts, recorded
+from hf_carryover.training.rehearsal import Reading, Rehearsal
 
 
 class CarryoverTrainer(Trainer):
@@ -65,9 +67,9 @@ class CarryoverTrainer(Trainer):
             ),
             callbacks=callbacks,
         )  # fmt: skip
-        self.model_accepts_loss_kwargs = True
-        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.rehearsal = Rehearsal(network, target.to(args.device))
+        self.block_losses = BlockLosses(self.rehearsal, args)
         self._reading: tuple[Texts, Reading] | None = None
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._started: float | None = None
@@ -95,7 +97,7 @@ class CarryoverTrainer(Trainer):
         hidden = self.rehearsal.draft(texts, reading, anchors, carried, forward=model)  # [N, M, K, D]
         # 4. Compare with what stands there.
         count = num_items_in_batch if num_items_in_batch is not None else (inputs["anchors"] >= 0).sum()
-        sums, logits, labels = self._block_losses(texts, reading, anchors, hidden)
+        sums, logits, labels = self.block_losses(texts, reading, anchors, hidden)
         loss = sums.sum() / torch.as_tensor(count).clamp(min=1) * self.accelerator.num_processes
         if not loss.isfinite():
             raise ValueError(
@@ -134,10 +136,11 @@ class CarryoverTrainer(Trainer):
                     is_matrix = parameter.ndim == 2 and "_head." not in name and "lora_" not in name
                     carry = name.endswith("carry_embedding")
                     groups["carry" if carry else "matrix" if is_matrix else "rest"].append(parameter)
+            size = self._layer_rms().mean().item() if "carry" in groups else 1.0
             self.optimizer = Muon(
                 [
                     {"params": parameters, "orthogonal": kind == "matrix" and args.matrix_optimizer == "muon",
-                     "lr": args.carry_learning_rate * self._feature_rms() if kind == "carry" else args.learning_rate,
+                     "lr": args.carry_learning_rate * size if kind == "carry" else args.learning_rate,
                      "weight_decay": args.weight_decay if kind == "matrix" else 0.0}
                     for kind, parameters in groups.items()
                 ],
@@ -208,55 +211,6 @@ class CarryoverTrainer(Trainer):
             return following, None
         return following, self.rehearsal.verify(texts, reading, anchors, drafts, num_accepted)
 
-    def _block_losses(
-        self, texts: Texts, reading: Reading, anchors: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of each block ``[N, M]``, logits ``[N, M, K, V]`` and labels ``[N, M, K]`` in the draft vocabulary."""
-        args, num_drafts = self.args, hidden.shape[2]
-        logits, confidences = self.rehearsal.teacher_forced(texts, anchors, hidden)
-        labels = self._labels(recorded(texts, anchors, num_drafts, first=1, missing=losses.IGNORED))
-        weights = losses.position_decay(num_drafts, args.gamma).to(logits)
-        if args.slot_weights == "dpace":
-            weights = losses.dpace_weights(logits, labels)
-        parts = args.ce_weight * losses.cross_entropy(logits, labels)
-        if args.l1_weight or args.kd_weight or args.confidence_weight:
-            teacher = self._teacher(texts, reading, anchors, num_drafts)  # [N, M, K, V]
-            l1 = losses.total_variation(logits, teacher)
-            parts = parts + args.l1_weight * l1
-            if args.kd_weight:
-                parts = parts + args.kd_weight * losses.distillation(logits, teacher)
-            if confidences is not None and args.confidence_weight:
-                parts = parts + args.confidence_weight * losses.confidence(confidences, l1)
-        known = recorded(texts, anchors, num_drafts, first=1) >= 0
-        scale = losses.position_decay(num_drafts, args.gamma).sum() if args.slot_weights == "decay" else num_drafts
-        return (parts * weights * known).sum(-1) / scale, logits, labels
-
-    def _labels(self, tokens: Tensor) -> Tensor:
-        """Tokens as indices into the draft vocabulary; those it lacks take no part."""
-        drafter = self.rehearsal.drafter
-        if drafter.config.draft_vocab_size is None:
-            return tokens
-        index = torch.full((drafter.config.vocab_size,), losses.IGNORED, device=tokens.device)
-        index[drafter.draft_vocab_ids] = torch.arange(len(drafter.draft_vocab_ids), device=tokens.device)
-        return index[tokens.clamp(min=0)].where(tokens >= 0, losses.IGNORED)
-
-    @torch.no_grad()
-    def _teacher(self, texts: Texts, reading: Reading, anchors: Tensor, num_drafts: int) -> Tensor:
-        """The target's probabilities of the recorded tokens' places, ``[N, M, K, V]`` over the draft vocabulary."""
-        rehearsal, config = self.rehearsal, self.rehearsal.drafter.config
-        places = (anchors.clamp(min=0)[..., None] + torch.arange(num_drafts, device=anchors.device)).clamp(
-            max=texts.input_ids.shape[1] - 1
-        )
-        rows, which = torch.unique(
-            places + torch.arange(len(places), device=places.device)[:, None, None] * texts.input_ids.shape[1],
-            return_inverse=True,
-        )  # every place of a text goes through the head once
-        hidden = reading.last_hidden.flatten(0, 1)[rows]
-        whole = rehearsal.drafter.slot_logits(hidden, rehearsal.target.get_output_embeddings()).softmax(-1)
-        if config.draft_vocab_size is not None:
-            whole = whole[:, rehearsal.drafter.draft_vocab_ids]
-        return whole[which]
-
     @torch.no_grad()
     def _note(
         self, texts: Texts, reading: Reading, anchors: Tensor, carried: Rejected | None, sums: Tensor, logits: Tensor,
@@ -274,26 +228,13 @@ class CarryoverTrainer(Trainer):
         is_logged = (self.state.global_step + 1) % max(1, int(self.args.logging_steps)) == 0
         if carrying.any() and (is_logged or not self.rehearsal.drafter.training):
             without = self.rehearsal.draft(texts, reading, anchors)
-            bare = self._block_losses(texts, reading, anchors, without)[0]
+            bare = self.block_losses(texts, reading, anchors, without)[0]
             self._seen["carry_gain"].append((bare - sums)[carrying].mean().item())
             self._seen["attention_mass"].append(self.rehearsal.attention_mass(texts, reading, anchors, carried))
 
     def _accepted_length(self, *, carry: bool) -> float:
-        """Tokens a round of real rounds on the validation prompts, greedy."""
-        drafter, target = self.rehearsal.drafter, self.rehearsal.target
-        before, drafter._carry_enabled = drafter._carry_enabled, carry
-        tokens, rounds = 0, 0
-        try:
-            for example in self.validation[: self.args.validation_prompts]:
-                ids = torch.tensor([example.prompt_ids], device=target.device)
-                target.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, do_sample=False,
-                    max_new_tokens=self.args.validation_tokens,
-                )  # fmt: skip
-                tokens, rounds = tokens + drafter.last_stats.num_tokens, rounds + len(drafter.last_stats.rounds)
-        finally:
-            drafter._carry_enabled = before
-        return tokens / max(rounds, 1)
+        prompts = [example.prompt_ids for example in self.validation[: self.args.validation_prompts]]
+        return self.rehearsal.accepted_length(prompts, carry=carry, max_new_tokens=self.args.validation_tokens)
 
     @torch.no_grad()
     def _layer_rms(self) -> Tensor:
@@ -303,9 +244,6 @@ class CarryoverTrainer(Trainer):
         rows = self.rehearsal.read(texts).features[texts.mask].float()  # [rows, F]
         width = self.rehearsal.drafter.config.hidden_size
         return rows.view(len(rows), -1, width).square().mean(dim=(0, 2)).sqrt().repeat_interleave(width)
-
-    def _feature_rms(self) -> float:
-        return self._layer_rms().mean().item()
 
 
 def _mean(found: list[float]) -> float:

@@ -1,0 +1,82 @@
+"""What is asked for, and how far is it? Settings of `make_data`, and the file that grows batch by batch."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_carryover.prompts import Conversation
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """How texts are made; each field's help is what the command line shows."""
+
+    count: int = _setting(1000, "Texts to make; with prompts given, at most one for each.")
+    batch_size: int = _setting(32, "Texts that are generated together.")
+    max_new_tokens: int = _setting(320, "Tokens of an answer, at most.")
+    max_prompt_tokens: int = _setting(256, "Tokens of an invented user turn, at most.")
+    temperature: float = _setting(0.0, "Of the answers; 0 is greedy.")
+    prompt_temperature: float = _setting(0.9, "Of the invented user turns.")
+    keep_cut: bool = _setting(False, "Keep answers that the length limit cut.")
+    seed: int = _setting(0, "Seed of all sampling.")
+
+    def __post_init__(self) -> None:
+        for name in ("count", "batch_size", "max_new_tokens", "max_prompt_tokens"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {vars(self)[name]}.")
+        if min(self.temperature, self.prompt_temperature) < 0:
+            raise ValueError(f"Temperatures must be at least 0, got {self.temperature}, {self.prompt_temperature}.")
+
+
+class DataLog:
+    """The file of texts and how far it is; a torn last line is removed, and prompts already in it are not new."""
+
+    def __init__(self, out: Path, arguments: DataArguments, prompts: str) -> None:
+        self.out, self.progress = out, out.with_name(out.name + ".progress.json")
+        self.settings = {**vars(arguments), "count": None, "prompts": prompts}
+        self.num_batches, self.counts, self.seen, self.fruitless = 0, Counter[str](), set[str](), 0
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if self.progress.exists():
+            saved = json.loads(self.progress.read_text(encoding="utf-8"))
+            if saved["settings"] != self.settings:
+                raise ValueError(f"Expected {out} to be made with the same settings, found {saved['settings']}; "
+                                 "choose another file, or delete this one.")  # fmt: skip
+            self.num_batches, self.counts = saved["batches"], Counter(saved["counts"])
+        elif out.exists():
+            raise ValueError(f"Expected a new file or one that this command began, found {out}; choose another name.")
+        if out.exists():
+            # Lines after the last finished batch are made again.
+            lines = out.read_text(encoding="utf-8").splitlines(keepends=True)[: self.counts["kept"]]
+            out.write_text("".join(lines), encoding="utf-8")
+            self.seen = {_key(json.loads(line)["prompt"]) for line in lines}
+
+    def is_new(self, prompt: Conversation) -> bool:
+        """Whether a prompt has text that was not asked before; asking is noted."""
+        key = _key(prompt[-1]["content"])
+        if not key or key in self.seen:
+            return False
+        self.seen.add(key)
+        return True
+
+    def add(self, rows: Sequence[dict[str, Any]], dropped: Counter[str]) -> None:
+        """Write a batch, then that it is written."""
+        with self.out.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.num_batches += 1
+        self.fruitless = 0 if rows else self.fruitless + 1
+        self.counts += dropped + Counter(kept=len(rows))
+        saved = {"settings": self.settings, "batches": self.num_batches, "counts": self.counts}
+        unfinished = self.progress.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(saved), encoding="utf-8")
+        unfinished.replace(self.progress)
+
+
+def _key(prompt: str) -> str:
+    return " ".join(prompt.lower().split())

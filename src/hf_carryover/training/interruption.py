@@ -1,0 +1,49 @@
+"""How does a training stop and go on? Ctrl-C saves, and only whole checkpoints count."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+COMPLETE = "complete"  # the name of a checkpoint's mark
+
+
+def last_checkpoint(out: Path) -> str | None:
+    """The newest checkpoint that was written to its end."""
+    whole = [path.parent for path in out.glob(f"checkpoint-*/{COMPLETE}")]
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+class MarkComplete(TrainerCallback):
+    """Marks a checkpoint once it is whole, so that one cut short by a full disk is never resumed from."""
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        """Called after everything is written."""
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+class Interruption(TrainerCallback):
+    """Within its context, Ctrl-C ends training after the current step, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def __enter__(self) -> None:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        self.happened = True
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        """Save and stop."""
+        if self.happened:
+            control.should_save = control.should_training_stop = True
