@@ -76,7 +76,8 @@ class Rehearsal:
             attention_mask=block_masks(self.drafter, texts, anchors, rejected),
         ).last_hidden_state  # [N, M B, D]
         first = 0 if config.sample_from_anchor else 1
-        return hidden.view(num_texts, num_blocks, config.block_size, -1)[:, :, first : first + config.num_drafts]
+        slots = hidden.view(num_texts, num_blocks, config.block_size, -1)[:, :, first : first + config.num_drafts]
+        return slots.contiguous()  # else the head would run as a batch of small products, four times slower
 
     @torch.no_grad()
     def propose(self, texts: Texts, anchors: Tensor, hidden: Tensor) -> Tensor:
