@@ -23,6 +23,9 @@ COUNTS = {
 }
 
 
+SYSTEMS = ["plain", "lookup", "library-dflash", "carry-off", "carry-on", "carry-auto", "carry-1"]
+
+
 def made_of(tokens):
     return Run(ids=[0] * (1 + sum(tokens)), tokens=tokens, drafts=[4] * len(tokens), seconds=1, prompt_seconds=0,
                verify_seconds=0)  # fmt: skip
@@ -39,7 +42,7 @@ def report(tmp_path_factory):
     ]
     with pytest.MonkeyPatch.context() as patch:
         script(patch, target, drafter, lambda ids, carry: COUNTS[str(ids[0, 1].item())][carry])
-        arguments = EvaluationArguments(max_new_tokens=13)
+        arguments = EvaluationArguments(max_new_tokens=13, draft_lengths=(1, 9))
         summary = evaluate(target, make_tokenizer(), drafter, prompts=sets, out=out, arguments=arguments)
     assert json.loads((out / "evaluation.json").read_text())["results"] == summary["results"]
     return summary, (out / "report.md").read_text()
@@ -121,19 +124,30 @@ def test_results_have_the_fields_that_cards_read(report):
 
     assert all(list(row) == fields for row in report[0]["results"])
     assert [(r["set"], r["system"]) for r in report[0]["results"]] == [
-        (name, system)
-        for name in ("pair", "single", "all")
-        for system in ("plain", "lookup", "library-dflash", "carry-off", "carry-on")
+        (name, system) for name in ("pair", "single", "all") for system in SYSTEMS
     ]
 
 
 def test_table_has_a_line_a_set_and_a_column_a_system(report):
     table = results_table(report[0])
 
-    assert [column.header for column in table.columns][2:] == [
-        "plain", "lookup", "library-dflash", "carry-off", "carry-on",
-    ]  # fmt: skip
-    assert [cell.split()[0] for cell in table.columns[-1].cells] == ["2.67", "2.00", "2.40"]
+    assert [column.header for column in table.columns][2:] == SYSTEMS[:-1]  # fixed draft lengths have their own table
+    carry_on = table.columns[2 + SYSTEMS.index("carry-on")]
+    assert [cell.split()[0] for cell in carry_on.cells] == ["2.67", "2.00", "2.40"]
+
+
+def test_a_fixed_draft_length_cuts_the_scripts_drafts(report):
+    # At most one draft a round: prompts 1 and 3 take six rounds of 2; prompt 2 three of 2 and six of 1.
+    summary, text = report
+
+    rows = {name: row_of(summary["results"], set="all", system=name) for name in ("carry-1", "carry-on")}
+    lengths = row_of(summary["speed"], set="all")["lengths"]
+
+    assert (rows["carry-1"]["rounds"], rows["carry-1"]["tokens"]) == (6 + 9 + 6, 36)
+    assert lengths["systems"].keys() == {"carry-on", "carry-1", "carry-auto"}
+    assert lengths["systems"]["carry-1"]["drafts_a_round"] <= 1 < lengths["systems"]["carry-on"]["drafts_a_round"]
+    assert lengths["best_fixed"] in lengths["auto_to"].keys() == {"carry-on", "carry-1"}
+    assert "| carry-auto |" in text
 
 
 def test_no_rounds_give_zeros_not_errors():

@@ -75,16 +75,35 @@ def test_the_librarys_generator_is_compared_where_the_layout_allows(kind):
     names = [system.name for system in systems_for(make_target(), make_drafter(kind), make_drafter(kind))]
 
     assert ("library-dflash" in names) == (kind == "dflash")
-    assert (names[:2], names[-3:]) == (["plain", "lookup"], ["carry-off", "carry-on", "control"])
+    assert (names[:2], names[-4:]) == (["plain", "lookup"], ["carry-off", "carry-on", "control", "carry-auto"])
+
+
+def test_fixed_draft_lengths_are_compared_where_they_are_fewer_than_all():
+    drafter = make_drafter()
+
+    systems = systems_for(make_target(), drafter, None, [9, 2, 1, 2])
+
+    lengths = {system.name: system.draft_length for system in systems[3:]}
+    assert lengths == {"carry-off": None, "carry-on": None, "carry-auto": "auto", "carry-1": 1, "carry-2": 2}
+
+
+def test_drafts_are_capped_as_the_user_says_and_the_setting_stays():
+    target, drafter = make_target(), make_drafter()
+    drafter.draft_length = 2
+
+    found = runs_of(target, drafter)
+
+    assert {max(found[name].drafts) for name in ("carry-off", "carry-on")} == {2}
+    assert drafter.draft_length == 2
 
 
 def test_the_librarys_generator_is_left_out_for_a_target_without_positions():
     names = [system.name for system in systems_for(make_target("bloom"), make_drafter(), None)]
 
-    assert names == ["plain", "lookup", "carry-off", "carry-on"]
+    assert names == ["plain", "lookup", "carry-off", "carry-on", "carry-auto"]
 
 
-def test_carry_is_on_for_carry_on_only():
+def test_carry_is_on_where_the_name_says_so():
     target, drafter, control = make_target(), make_drafter(), make_drafter(seed=2)
     systems = systems_for(target, drafter, control)
     carried = {}
@@ -94,4 +113,4 @@ def test_carry_is_on_for_carry_on_only():
         if system.drafter is not None:
             carried[system.name] = system.drafter.last_stats.carried_rows > 0
 
-    assert carried == {"carry-off": False, "carry-on": True, "control": False}
+    assert carried == {"carry-off": False, "carry-on": True, "control": False, "carry-auto": True}

@@ -79,17 +79,31 @@ def test_no_rounds_give_no_time_split():
 
 
 def test_carry_on_is_compared_with_off_and_control_and_everything_with_plain():
-    runs = {"plain": 8.0, "lookup": 4.0, "carry-off": 4.0, "carry-on": 2.0, "control": 6.0}
+    runs = {"plain": 8.0, "lookup": 4.0, "carry-off": 4.0, "carry-on": 2.0, "control": 6.0, "carry-auto": 2.0}
 
     found = summarize_speed([{name: [timed(seconds)] for name, seconds in runs.items()}])
 
     assert {name: ratio["ratio"] for name, ratio in found["to_plain"].items()} == pytest.approx(
-        {"plain": 1.0, "lookup": 2.0, "carry-off": 2.0, "carry-on": 4.0, "control": 8 / 6}
+        {"plain": 1.0, "lookup": 2.0, "carry-off": 2.0, "carry-on": 4.0, "control": 8 / 6, "carry-auto": 4.0}
     )
     assert {name: ratio["ratio"] for name, ratio in found["carry_on_to"].items()} == pytest.approx(
         {"carry-off": 2.0, "control": 3.0}
     )
-    assert list(found["rounds"]) == ["carry-off", "carry-on", "control"]
+    assert list(found["rounds"]) == ["carry-off", "carry-on", "control", "carry-auto"]
+
+
+def test_automatic_lengths_stand_beside_the_best_fixed_one():
+    seconds = {"plain": 8.0, "carry-off": 5.0, "carry-on": 8.0, "carry-1": 5.0, "carry-2": 4.0, "carry-auto": 3.2}
+    runs = {name: timed(spent) for name, spent in seconds.items()}
+    runs["carry-auto"].drafts = [0, 2]
+
+    found = summarize_speed([{name: [run] for name, run in runs.items()}])["lengths"]
+
+    assert found["best_fixed"] == "carry-2"
+    assert {name: ratio["ratio"] for name, ratio in found["auto_to"].items()} == pytest.approx(
+        {"carry-on": 8 / 3.2, "carry-1": 5 / 3.2, "carry-2": 4 / 3.2}
+    )
+    assert found["systems"]["carry-auto"] == {"drafts_a_round": 1.0, "plain_rounds": 0.5}
 
 
 def test_warm_up_runs_every_system_on_a_few_tokens(monkeypatch):
@@ -98,7 +112,7 @@ def test_warm_up_runs_every_system_on_a_few_tokens(monkeypatch):
 
     warm_up(systems_for(make_target(), make_drafter(), None), None, None, max_new_tokens=64)
 
-    assert seen == [(name, 8) for name in ("plain", "lookup", "library-dflash", "carry-off", "carry-on")]
+    assert seen == [(name, 8) for name in ("plain", "lookup", "library-dflash", "carry-off", "carry-on", "carry-auto")]
 
 
 def step_of(**changes):
@@ -123,9 +137,7 @@ def test_extra_passes_are_outside_the_timed_part(slow_probe):
     found = visit(step_of(), [plain, *ours], target, turn=0)
 
     assert all(run.seconds < 1e9 for runs in found.runs.values() for run in runs)
-    rounds_that_draft = sum(
-        drafts > 0 for n in ("carry-off", "carry-on") for run in found.runs[n] for drafts in run.drafts
-    )
+    rounds_that_draft = sum(drafts > 0 for system in ours for run in found.runs[system.name] for drafts in run.drafts)
     assert len(passes) == rounds_that_draft
 
 
@@ -145,7 +157,16 @@ def test_a_prompt_that_is_not_timed_runs_each_system_once(slow_probe, tiny):
 def test_sampling_has_no_matched_anchors_and_no_differences(tiny):
     found = visit(step_of(timed=False, temperature=1.0), *tiny, turn=0)
 
-    assert (found.matched, found.differences, len(found.runs)) == (None, [], 5)
+    assert (found.matched, found.differences, len(found.runs)) == (None, [], 6)
+
+
+def test_fixed_lengths_run_where_time_is_taken_alone():
+    target = make_target()
+    systems = systems_for(target, make_drafter(), None, [1])
+
+    timed, other = (visit(step_of(timed=is_timed), systems, target, turn=0) for is_timed in (True, False))
+
+    assert timed.runs.keys() - other.runs.keys() == {"carry-1"}
 
 
 def test_sampling_repeats_with_other_seeds_and_the_same_for_every_system(tiny):

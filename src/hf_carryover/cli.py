@@ -116,14 +116,16 @@ def evaluate(
     repeats: Annotated[int, setting("repeats")],
     seed: Annotated[int, setting("seed")],
     raw: Annotated[bool, setting("raw")],
+    draft_lengths: Annotated[list[int], setting("draft_lengths")],
     dtype: DtypeOption = "auto",
 ) -> None:
     """Measure what a drafter is worth: accepted length, speed beside its rivals, and exactness."""
     from hf_carryover import evaluation
 
     arguments = EvaluationArguments(
-        prompts_per_set, timed_per_set, max_new_tokens, temperatures, repeats=repeats, seed=seed, raw=raw
-    )
+        prompts_per_set, timed_per_set, max_new_tokens, temperatures, repeats=repeats, seed=seed, raw=raw,
+        draft_lengths=draft_lengths,
+    )  # fmt: skip
     model, tokenizer = load_model(target, dtype)
     assistant, rival = (None if name is None else load_assistant(name, model) for name in (drafter, control))
     assert assistant is not None

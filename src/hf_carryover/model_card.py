@@ -11,9 +11,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_carryover.conversion import load_drafter
 from hf_carryover.conversion.folders import read_json
 from hf_carryover.evaluation.machine import describe_model
-from hf_carryover.evaluation.report import markdown_table
 from hf_carryover.evaluation.speed import OURS, RIVALS
 from hf_carryover.evaluation.summary import POOLED
+from hf_carryover.evaluation.tables import markdown_table
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.targets import hub_name
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from hf_carryover.acceptance import Round
 from hf_carryover.cache_carryover import CarryoverCache
 from hf_carryover.drafting import CarryoverCandidateGenerator
-from hf_carryover.evaluation.runs import Run, System, run
+from hf_carryover.evaluation.runs import Run, drafting, run
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 
@@ -44,7 +44,7 @@ def run_matched(
     generator = CarryoverCandidateGenerator(
         drafter, target, generation_config=GenerationConfig(do_sample=False), logits_processor=LogitsProcessorList()
     )
-    system = System("carry-on", {"assistant_model": drafter}, drafter, carry=True)
+    system = drafting("carry-on", drafter, carry=True)
     with Probe(drafter) as probe:
         result = run(system, target, prompt, seed=seed, **decoding)
     new = torch.tensor([result.ids], device=prompt.device)

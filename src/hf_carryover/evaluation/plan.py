@@ -27,6 +27,7 @@ class EvaluationArguments:
     repeats: int = _setting(1, "Times that every system runs on a timed prompt.")
     seed: int = _setting(0, "Seed of sampling.")
     raw: bool = _setting(False, "Feed prompts as they are, without the chat template.")
+    draft_lengths: Sequence[int] = _setting((1, 2, 3, 4, 6, 8), "Fixed draft lengths beside the automatic ones.")
 
     def __post_init__(self) -> None:
         if len(self.prompts_per_set) not in (1, len(self.temperatures)):
@@ -42,6 +43,7 @@ class EvaluationArguments:
             ("timed_per_set", 1 if self.timed_per_set is None else self.timed_per_set, 1),
             ("max_new_tokens", self.max_new_tokens, 2),
             ("repeats", self.repeats, 1),
+            ("draft_lengths", min(self.draft_lengths, default=1), 1),
         ):
             if found < smallest:
                 raise ValueError(f"`{name}` must be at least {smallest}, got {found}.")

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_carryover.evaluation.report import plot_file
 from hf_carryover.evaluation.speed import OURS
 from hf_carryover.evaluation.summary import POOLED
+from hf_carryover.evaluation.tables import plot_file
 
 # Colours from the middle of the scale: each has a contrast of 3:1 or more to white and to black.
 INK = "#808080"
@@ -23,8 +23,10 @@ COLORS = {
     "carry-off": "#2080D0",
     "carry-on": "#E05A20",
     "control": "#10956B",
+    "carry-auto": "#7A6FE0",
 }
-MARKERS = {"plain": "x", "lookup": "^", "library-dflash": "D", "carry-off": "s", "carry-on": "o", "control": "v"}
+MARKERS = {"plain": "x", "lookup": "^", "library-dflash": "D", "carry-off": "s", "carry-on": "o", "control": "v",
+           "carry-auto": "P"}  # fmt: skip
 PARTS = {"draft": "#E05A20", "recycle": "#A87B00", "verify": "#2080D0", "loop": "#B565A7"}
 STYLE: Any = {
     "font.size": 11,
@@ -39,7 +41,7 @@ STYLE: Any = {
 def draw_plots(summary: dict[str, Any], out: Path) -> None:
     """Draw the plots of every temperature into a folder; curves and times are those of all sets together."""
     for temperature in dict.fromkeys(row["temperature"] for row in summary["results"]):
-        results = [row for row in summary["results"] if row["temperature"] == temperature]
+        results = [row for row in summary["results"] if row["temperature"] == temperature and row["system"] in COLORS]
         acceptance, matched, speed = (
             [row for row in summary[name] if row["temperature"] == temperature and row["set"] == POOLED]
             for name in ("acceptance", "matched", "speed")

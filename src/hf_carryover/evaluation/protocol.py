@@ -76,11 +76,12 @@ def evaluate(
     models = {"target": describe_model(target)}
     for name, model in drafters.items():
         models[name] = describe_model(model) | {"drafts_a_round": longest_draft(model)}
-    facts = describe_machine(target) | {"models": models}
+    facts = describe_machine(target) | {"models": models, "draft_lengths": list(arguments.draft_lengths)}
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     log = VisitLog(out / PARTIAL_FILE, facts)
-    visits = run_steps(steps, systems_for(target, drafter, control), target, log, console)
+    systems = systems_for(target, drafter, control, arguments.draft_lengths)
+    visits = run_steps(steps, systems, target, log, console)
     summary = describe_call() | facts | {"arguments": asdict(arguments), "failed_sets": failed, "notes": notes}
     summary |= summarize(visits)
     write_report(summary, out)

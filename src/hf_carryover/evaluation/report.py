@@ -1,7 +1,6 @@
 """How are the numbers shown? evaluation.json for programs, report.md for readers, a table for the terminal."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,17 @@ from rich.table import Table
 
 from hf_carryover.evaluation.speed import OURS
 from hf_carryover.evaluation.summary import POOLED
-
-Rows = list[dict[str, Any]]
+from hf_carryover.evaluation.tables import (
+    Rows,
+    by_set,
+    curve,
+    image,
+    markdown_table,
+    number,
+    ratio_cell,
+    share,
+    shown,
+)
 
 
 def write_report(summary: dict[str, Any], out: Path) -> None:
@@ -22,10 +30,11 @@ def write_report(summary: dict[str, Any], out: Path) -> None:
 
 def results_table(summary: dict[str, Any]) -> Table:
     """Tokens a round and speed relative to plain `generate`, a line a set and temperature, for rich's console."""
-    systems = list(dict.fromkeys(row["system"] for row in summary["results"]))
+    results = shown(summary["results"])
+    systems = list(dict.fromkeys(row["system"] for row in results))
     table = Table("set", "T", *systems, title="Tokens a round, and speed relative to plain generate")
     lines: dict[tuple[str, float], list[str]] = {}
-    for row in summary["results"]:
+    for row in results:
         cell = f"{row['accepted_length']:.2f}  {row['speedup']:.2f}x"
         lines.setdefault((row["set"], row["temperature"]), []).append(cell)
     for (name, temperature), cells in lines.items():
@@ -55,13 +64,13 @@ def _json(value: Any) -> str:
 
 
 def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:
-    pooled = [row for row in here["acceptance"] if row["set"] == POOLED and row["system"] != "plain"]
+    pooled = [row for row in shown(here["acceptance"]) if row["set"] == POOLED and row["system"] != "plain"]
     longest = max(len(row["histogram"]) for row in pooled)
     return [
         "### Accepted length",
         "Tokens a round (tau), the target's own token included; in brackets the 95 % bootstrap interval over prompts.",
-        _by_set(here["results"], lambda row: _number(row["accepted_length"], row["accepted_length_interval"])),
-        _image("accepted_length", temperature),
+        by_set(shown(here["results"]), lambda row: number(row["accepted_length"], row["accepted_length_interval"])),
+        image("accepted_length", temperature),
         "Rounds by accepted drafts, all sets:",
         markdown_table(
             ["system", "prompts", "rounds", "drafts a round", *map(str, range(longest))],
@@ -72,7 +81,7 @@ def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:
             ],
         ),
         "The share of rounds that accept the draft at each position after the anchor:",
-        _image("acceptance_by_position", temperature),
+        image("acceptance_by_position", temperature),
     ]
 
 
@@ -83,7 +92,7 @@ def _carried_rows(here: dict[str, Rows], temperature: float) -> list[str]:
         markdown_table(
             ["set", "difference", "tokens a round"],
             [
-                [row["set"], f"{row['system']} minus {row['minus']}", _number(row["difference"], row["interval"], "+")]
+                [row["set"], f"{row['system']} minus {row['minus']}", number(row["difference"], row["interval"], "+")]
                 for row in here["differences"]
             ],
         ),
@@ -98,28 +107,29 @@ def _carried_rows(here: dict[str, Rows], temperature: float) -> list[str]:
         markdown_table(
             ["set", "anchors", "with carried rows", "recall at 1, 2, .. on", "off", "re-convergence", "attention"],
             [
-                [row["set"], row["anchors"], row["anchors_carrying"], _curve(row["recall_on"]),
-                 _curve(row["recall_off"]), _share(row["reconvergence"]), _share(row["attention_mass"])]
+                [row["set"], row["anchors"], row["anchors_carrying"], curve(row["recall_on"]),
+                 curve(row["recall_off"]), share(row["reconvergence"]), share(row["attention_mass"])]
                 for row in here["matched"]
             ],
         ),
-        _image("recall", temperature),
+        image("recall", temperature),
     ]  # fmt: skip
 
 
 def _speed(here: dict[str, Rows], temperature: float) -> list[str]:
     pooled = next(row for row in here["speed"] if row["set"] == POOLED)
     rounds = [(name, pooled["rounds"][name]) for name in OURS if pooled["rounds"].get(name)]
+    lengths = pooled["lengths"]
     return [
         "### Speed",
         "Tokens a second of `generate` relative to plain: the median over prompts of each prompt's ratio, with its "
         "95 % interval.",
-        _by_set(here["results"], lambda row: _number(row["speedup"], row["speedup_interval"])),
-        _image("speed", temperature),
+        by_set(shown(here["results"]), lambda row: number(row["speedup"], row["speedup_interval"])),
+        image("speed", temperature),
         markdown_table(
             ["set", "carry-on relative to", "speed"],
             [
-                [row["set"], rival, _number(ratio["ratio"], ratio["interval"])]
+                [row["set"], rival, ratio_cell(ratio)]
                 for row in here["speed"]
                 for rival, ratio in row["carry_on_to"].items()
             ],
@@ -136,7 +146,25 @@ def _speed(here: dict[str, Rows], temperature: float) -> list[str]:
                 for name, r in rounds
             ],
         ),
-        _image("time_split", temperature),
+        image("time_split", temperature),
+        "How many drafts pay: automatic lengths (`carry-auto`) beside fixed ones; `carry-on` hands over all.",
+        markdown_table(
+            ["system", "drafts a round", "rounds without drafts", "speed to plain", "auto relative to it"],
+            [
+                [name, f"{row['drafts_a_round']:.2f}", f"{row['plain_rounds']:.1%}",
+                 ratio_cell(pooled["to_plain"][name]),
+                 ratio_cell(lengths["auto_to"][name]) if name in lengths["auto_to"] else ""]
+                for name, row in lengths["systems"].items()
+            ],
+        ),
+        markdown_table(
+            ["set", "best fixed", "auto relative to it", "auto relative to plain"],
+            [
+                [row["set"], best := row["lengths"]["best_fixed"], ratio_cell(row["lengths"]["auto_to"][best]),
+                 ratio_cell(row["to_plain"]["carry-auto"])]
+                for row in here["speed"]
+            ],
+        ),
     ]  # fmt: skip
 
 
@@ -160,38 +188,3 @@ def _conditions(summary: dict[str, Any]) -> list[str]:
         facts[name] = ", ".join(f"{key} {value}" for key, value in model.items())
     facts |= summary["versions"] | summary["arguments"]
     return ["## Conditions", markdown_table(["", ""], [[key, f"`{value}`"] for key, value in facts.items()])]
-
-
-def _by_set(results: Rows, cell: Any) -> str:
-    """A table with a line a set and a column a system."""
-    systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
-    return markdown_table(
-        ["set", *systems], [[name, *(cell(row) for row in results if row["set"] == name)] for name in sets]
-    )
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown, without a line break at its end."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def plot_file(name: str, temperature: float) -> str:
-    """File name of a plot in the report's folder."""
-    return f"{name}_t{temperature:g}.png"
-
-
-def _image(name: str, temperature: float) -> str:
-    return f"![{name.replace('_', ' ')}]({plot_file(name, temperature)})"
-
-
-def _number(value: float, interval: list[float] | None, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" + (f" [{interval[0]:{sign}.3f}, {interval[1]:{sign}.3f}]" if interval else "")
-
-
-def _curve(values: list[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"

@@ -1,6 +1,6 @@
 """What does one `generate` call give? Its text, its rounds, counted at the target's own passes, and its time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_carryover.draft_length import AUTO
+from hf_carryover.drafting import longest_draft
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 # Prompt lookup drafts this many tokens at most: the number in Transformers' own documentation.
@@ -20,31 +22,49 @@ LOOKUP_TOKENS = 10
 
 @dataclass(frozen=True)
 class System:
-    """A way to generate: its name in the results, what it adds to `generate`'s arguments, and our drafter, if any."""
+    """A way to generate: its name in the results, what it adds to `generate`'s arguments, and our drafter, if any.
+
+    ``draft_length`` is the drafter's; a system that is there for its speed runs only where time is taken.
+    """
 
     name: str
     options: dict[str, Any]
     drafter: CarryoverDrafterModel | None = None
     carry: bool = False
+    draft_length: int | str | None = None
+    timed_only: bool = False
 
 
 def systems_for(
-    target: PreTrainedModel, drafter: CarryoverDrafterModel, control: CarryoverDrafterModel | None
+    target: PreTrainedModel,
+    drafter: CarryoverDrafterModel,
+    control: CarryoverDrafterModel | None,
+    draft_lengths: Sequence[int] = (),
 ) -> list[System]:
     """What is compared, plain `generate` first. The control is trained without carried rows and runs without them.
 
     Transformers' own DFlash generator runs the same weights; it drops the anchor's slot, knows no Markov head, and
-    needs a target with positions (Bloom has none).
+    needs a target with positions (Bloom has none). Beside all drafts, carry on hands over as many as pay
+    (``carry-auto``), and ``draft_lengths`` of them, where that is fewer.
     """
     systems = [System("plain", {}), System("lookup", {"prompt_lookup_num_tokens": LOOKUP_TOKENS})]
     has_positions = "position_ids" in signature(target.forward).parameters
     if not drafter.config.sample_from_anchor and drafter.markov_head is None and has_positions:
         systems.append(System("library-dflash", {"assistant_model": drafter, "speculation_type": "dflash"}))
-    systems.append(System("carry-off", {"assistant_model": drafter}, drafter))
-    systems.append(System("carry-on", {"assistant_model": drafter}, drafter, carry=True))
+    systems.append(drafting("carry-off", drafter))
+    systems.append(drafting("carry-on", drafter, carry=True))
     if control is not None:
-        systems.append(System("control", {"assistant_model": control}, control))
+        systems.append(drafting("control", control))
+    systems.append(drafting("carry-auto", drafter, carry=True, draft_length=AUTO))
+    for length in sorted({length for length in draft_lengths if length < longest_draft(drafter)}):
+        systems.append(drafting(f"carry-{length}", drafter, carry=True, draft_length=length, timed_only=True))
     return systems
+
+
+def drafting(name: str, drafter: CarryoverDrafterModel, **settings: Any) -> System:
+    """Generation with a drafter of ours; it hands over all drafts, or as many as its user allows."""
+    allowed = None if drafter.draft_length == AUTO else drafter.draft_length
+    return System(name, {"assistant_model": drafter}, drafter, **({"draft_length": allowed} | settings))
 
 
 @dataclass
@@ -95,7 +115,7 @@ def run(system: System, target: PreTrainedModel, prompt: Tensor, *, seed: int, *
 def generate(system: System, target: PreTrainedModel, prompt: Tensor, *, seed: int, **decoding: Any) -> Tensor:
     """Text ``[1, T]`` of a prompt: ``decoding`` are arguments of `generate`, the same for every system."""
     torch.manual_seed(seed)
-    with carrying(system):
+    with switched(system):
         return target.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **decoding, **system.options)
 
 
@@ -106,17 +126,18 @@ def decoding_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def carrying(system: System) -> Iterator[None]:
-    """Switch a drafter's carry as the system says, and put it back; "not set" is a value too, hence the inner name."""
-    if system.drafter is None:
+def switched(system: System) -> Iterator[None]:
+    """Set a drafter as the system says, and put it back; a carry that is "not set" is a value too: the inner name."""
+    drafter = system.drafter
+    if drafter is None:
         yield
         return
-    before = system.drafter._carry_enabled
-    system.drafter.carry_enabled = system.carry
+    before = drafter._carry_enabled, drafter.draft_length
+    drafter.carry_enabled, drafter.draft_length = system.carry, system.draft_length
     try:
         yield
     finally:
-        system.drafter._carry_enabled = before
+        drafter._carry_enabled, drafter.draft_length = before
 
 
 @dataclass

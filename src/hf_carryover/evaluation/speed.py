@@ -12,9 +12,9 @@ from hf_carryover.evaluation.acceptance import Rows, bootstrap_interval
 from hf_carryover.evaluation.runs import Run, System, run
 
 WARM_UP_TOKENS = 8
-# The systems that carry on has to beat, and those whose rounds are ours to take apart.
+# The systems that carry on has to beat, and those of ours that are shown everywhere; fixed draft lengths are not.
 RIVALS = ("carry-off", "control")
-OURS = ("carry-off", "carry-on", "control")
+OURS = ("carry-off", "carry-on", "control", "carry-auto")
 
 
 def warm_up(systems: Sequence[System], target: PreTrainedModel, prompt: Tensor, **decoding: Any) -> None:
@@ -50,6 +50,27 @@ def summarize_ratio(system: Sequence[Sequence[Run]], base: Sequence[Sequence[Run
         "prompts": len(ratios),
         "ratio": median(ratios) if ratios else None,
         "interval": bootstrap_interval(rows, _median),
+    }
+
+
+def summarize_lengths(runs: Mapping[str, Sequence[Sequence[Run]]]) -> dict[str, Any]:
+    """How automatic draft lengths compare with fixed ones: ``carry-on`` (all drafts) and ``carry-1``, ``carry-2`` ..
+
+    ``systems`` has, for each, mean drafts a round and the share of rounds without any; ``auto_to`` its speed as
+    `summarize_ratio`; ``best_fixed`` is the fixed one whose speed relative to plain is highest, found afterwards.
+    """
+    fixed = [name for name in runs if name == "carry-on" or name.removeprefix("carry-").isdigit()]
+    systems = {}
+    for name in [*fixed, "carry-auto"]:
+        drafts = [count for repeats in runs[name] for run in repeats for count in run.drafts]
+        systems[name] = {
+            "drafts_a_round": sum(drafts) / max(len(drafts), 1),
+            "plain_rounds": drafts.count(0) / max(len(drafts), 1),
+        }
+    return {
+        "systems": systems,
+        "auto_to": {name: summarize_ratio(runs["carry-auto"], runs[name]) for name in fixed},
+        "best_fixed": max(fixed, key=lambda name: summarize_ratio(runs[name], runs["plain"])["ratio"] or 0.0),
     }
 
 
@@ -101,5 +122,6 @@ def summarize_speed(timed: Sequence[Mapping[str, Sequence[Run]]]) -> dict[str, A
     return {
         "to_plain": {name: summarize_ratio(runs[name], runs["plain"]) for name in runs},
         "carry_on_to": {name: summarize_ratio(runs["carry-on"], runs[name]) for name in RIVALS if name in runs},
+        "lengths": summarize_lengths(runs),
         "rounds": {name: summarize_rounds(flat[name], flat["plain"]) for name in OURS if name in runs},
     }

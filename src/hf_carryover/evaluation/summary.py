@@ -5,10 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 from hf_carryover.evaluation.acceptance import summarize_acceptance, summarize_difference, summarize_matched
-from hf_carryover.evaluation.speed import OURS, RIVALS, summarize_speed
+from hf_carryover.evaluation.speed import RIVALS, summarize_speed
 from hf_carryover.evaluation.visits import Visit
 
 POOLED = "all"
+# Systems whose text is not ours to answer for.
+OTHERS = ("lookup", "library-dflash")
 
 
 def summarize(visits: Sequence[Visit]) -> dict[str, Any]:
@@ -37,7 +39,8 @@ def _without_text(visit: Visit) -> dict[str, Any]:
 
 
 def _add(summary: dict[str, Any], place: dict[str, Any], visits: Sequence[Visit]) -> None:
-    first = {name: [visit.runs[name][0] for visit in visits] for name in visits[0].runs}
+    names = max((list(visit.runs) for visit in visits), key=len)  # fixed draft lengths run where time is taken
+    first = {name: [visit.runs[name][0] for visit in visits if name in visit.runs] for name in names}
     speed = summarize_speed([visit.runs for visit in visits if visit.timed])
     summary["speed"].append(place | speed)
     for system, runs in first.items():
@@ -79,7 +82,7 @@ def summarize_exactness(visits: Sequence[Visit]) -> dict[str, Any]:
     return {
         "texts": sum(len(visit.runs) - 1 for visit in visits),
         "differences": differences,
-        "passed": all(d["explained"] or d["system"] not in OURS for d in differences),
+        "passed": all(d["explained"] or d["system"] in OTHERS for d in differences),
     }
 
 

@@ -50,11 +50,13 @@ class Visit:
 def visit(step: Step, systems: Sequence[System], target: PreTrainedModel, *, turn: int) -> Visit:
     """Run every system on a prompt: in turn, bare, as often as asked if timed; then what is measured beside the time.
 
-    Where nothing is timed, carry on runs once only, with its extra passes: its text and rounds are the same.
+    Where nothing is timed, carry on runs once only, with its extra passes: its text and rounds are the same; and
+    systems that are there for their speed do not run.
     """
     greedy = step.temperature == 0
-    bare = [system for system in systems if step.timed or not greedy or system.name != "carry-on"]
-    runs: dict[str, list[Run]] = {system.name: [] for system in systems}
+    shown = [system for system in systems if step.timed or not system.timed_only]
+    bare = [system for system in shown if step.timed or not greedy or system.name != "carry-on"]
+    runs: dict[str, list[Run]] = {system.name: [] for system in shown}
     for repeat in range(step.repeats if step.timed else 1):
         order = run_in_turn(bare, target, step.prompt, turn=turn + repeat, seed=step.seed + repeat, **step.decoding)
         for name, result in order.items():
@@ -70,7 +72,7 @@ def visit(step: Step, systems: Sequence[System], target: PreTrainedModel, *, tur
         find_difference(
             system, target, step.prompt, plain_ids=plain_ids, ids=runs[system.name][0].ids, **step.decoding
         )
-        for system in (systems if greedy else ())
+        for system in (shown if greedy else ())
     ]
     differences = [difference for difference in found if difference is not None]
     return Visit(step.set, step.number, step.temperature, step.timed, runs, matched, differences)

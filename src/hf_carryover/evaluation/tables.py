@@ -1,0 +1,58 @@
+"""How do numbers stand in a report? Tables, cells and names of plots, in Markdown."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hf_carryover.evaluation.speed import OURS
+from hf_carryover.evaluation.summary import OTHERS
+
+Rows = list[dict[str, Any]]
+
+
+def shown(rows: Rows) -> Rows:
+    """Rows of the systems that tables by set have a column for: all but fixed draft lengths, which are many."""
+    return [row for row in rows if row["system"] in (*OURS, *OTHERS, "plain")]
+
+
+def by_set(results: Rows, cell: Callable[[dict[str, Any]], str]) -> str:
+    """A table with a line a set and a column a system."""
+    systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
+    return markdown_table(
+        ["set", *systems], [[name, *(cell(row) for row in results if row["set"] == name)] for name in sets]
+    )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown, without a line break at its end."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def plot_file(name: str, temperature: float) -> str:
+    """File name of a plot in the report's folder."""
+    return f"{name}_t{temperature:g}.png"
+
+
+def image(name: str, temperature: float) -> str:
+    """A plot of the report's folder."""
+    return f"![{name.replace('_', ' ')}]({plot_file(name, temperature)})"
+
+
+def number(value: float, interval: list[float] | None, sign: str = "") -> str:
+    """A value and its interval, if it has one."""
+    return f"{value:{sign}.3f}" + (f" [{interval[0]:{sign}.3f}, {interval[1]:{sign}.3f}]" if interval else "")
+
+
+def ratio_cell(found: dict[str, Any]) -> str:
+    """A ratio of speeds and its interval."""
+    return number(found["ratio"], found["interval"])
+
+
+def curve(values: list[float]) -> str:
+    """Values by position."""
+    return " ".join(f"{value:.3f}" for value in values)
+
+
+def share(value: float | None) -> str:
+    """A share; nothing where there was nothing to share."""
+    return "" if value is None else f"{value:.3f}"
