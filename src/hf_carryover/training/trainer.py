@@ -72,6 +72,7 @@ class CarryoverTrainer(Trainer):
         self.block_losses = BlockLosses(self.rehearsal, args)
         self._reading: tuple[Texts, Reading] | None = None
         self._seen: dict[str, list[float]] = defaultdict(list)
+        self._began = perf_counter()
         self._started: float | None = None
 
     def compute_loss(
@@ -150,7 +151,7 @@ class CarryoverTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`; a carry embedding of zero first gets its size."""
-        drafter = self.rehearsal.drafter
+        drafter, self._began = self.rehearsal.drafter, perf_counter()
         if self.args.stage == "carryover" and not drafter.carry_embedding.any():
             generator = torch.Generator().manual_seed(self.args.seed)
             noise = torch.randn(drafter.carry_embedding.shape, generator=generator).to(drafter.carry_embedding)
@@ -188,7 +189,7 @@ class CarryoverTrainer(Trainer):
         """The library's line, with means over the steps since the last one, and the seconds of all calls."""
         if self._started is None:
             earlier = [line["seconds"] for line in self.state.log_history if "seconds" in line]
-            self._started = perf_counter() - max(earlier, default=0.0)
+            self._started = self._began - max(earlier, default=0.0)
         logs["seconds"] = round(perf_counter() - self._started, 1)
         if "loss" in logs:
             logs |= {name: round(_mean(found), 5) for name, found in self._seen.items() if name != "loss"}
