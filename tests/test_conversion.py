@@ -156,6 +156,20 @@ def test_a_target_that_does_not_fit_is_refused_on_loading(tmp_path):
         load_dflash(tmp_path, target=make_target(vocab_size=30))
 
 
+@pytest.mark.parametrize(
+    ("curve", "prior"), [([0.8, 0.4, 0.1, 0.0], [0.8, 0.5, 0.25, 0.0]), ([0.5, 0.2], None), (None, None)], ids=str
+)
+def test_what_was_measured_is_where_automatic_draft_lengths_start(curve, prior, tmp_path):
+    make_drafter().save_pretrained(tmp_path)
+    place = {"set": "all", "system": "carry-on", "temperature": 0.0}
+    rows = [] if curve is None else [place | {"acceptance_by_position": curve}]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"acceptance": rows}))
+
+    found = load_drafter(tmp_path).acceptance_prior
+
+    assert found == (None if prior is None else pytest.approx(prior))
+
+
 def test_load_drafter_reads_both_formats(tmp_path):
     drafter = make_drafter("markov-gated")
     drafter.save_pretrained(tmp_path / "ours")

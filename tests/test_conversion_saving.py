@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 from hf_carryover import load_drafter
-from hf_carryover.conversion import FORMATS, convert_drafter, saving
+from hf_carryover.conversion import FORMATS, convert_drafter, restrict_vocabulary, saving
 from tests.conversion_fakes import a_block, block_logits, make_dspark
-from tests.fakes import make_drafter, make_target, write_zlab_folder
+from tests.fakes import KINDS, make_drafter, make_target, write_zlab_folder
 from tests.test_conversion_speculators import make_subset, their_logits
 
 ENGINES = FORMATS[1:]
@@ -302,3 +302,34 @@ def test_the_package_speculators_loads_an_export_with_our_logits(number, target,
     block = a_block(target)
     theirs = their_logits(tmp_path / "out", *block)
     torch.testing.assert_close(block_logits(original, target, *block), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_tokens_change_nothing_about_those_that_stay(kind, target, tmp_path):
+    whole = make_drafter(kind)
+    whole.save_pretrained(tmp_path / "whole")
+    ids = torch.tensor([0, 3, 4, 17, 60])
+
+    drafter = convert_drafter(tmp_path / "whole", tmp_path / "small", target=target, token_ids=ids)
+
+    loaded = load_drafter(tmp_path / "small", target=target)
+    assert (drafter.config.draft_vocab_size, loaded.draft_vocab_ids.tolist()) == (5, ids.tolist())
+    hidden = torch.randn(1, 4, 32)
+    full, few = (d.slot_logits(hidden, d.proposal_head(target.lm_head)) for d in (whole, loaded))
+    assert torch.allclose(full[..., ids], few, atol=1e-6)
+    if whole.markov_head is not None:
+        biases = [d.markov_head(torch.tensor([7]), hidden[:, 0], None)[0] for d in (whole, loaded)]
+        assert torch.allclose(biases[0][:, ids], biases[1], atol=1e-6)
+    again = restrict_vocabulary(loaded, torch.tensor([3, 60]))
+    assert again.draft_vocab_ids.tolist() == [3, 60]
+
+
+@pytest.mark.parametrize("ids", [[], [3, 3], [4, 2], [3, 61], [-1, 3], [5]], ids=str)
+def test_a_vocabulary_that_the_drafter_lacks_is_refused(ids):
+    drafter = make_drafter(draft_vocab_size=5)
+    drafter.draft_vocab_ids.copy_(torch.tensor([0, 2, 3, 4, 60]))
+
+    with pytest.raises(
+        ValueError, match=r"Expected increasing ids of tokens that the drafter can propose \(5 of 61\)"
+    ):
+        restrict_vocabulary(drafter, torch.tensor(ids, dtype=torch.long))

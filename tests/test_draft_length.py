@@ -1,4 +1,5 @@
 import random
+import re
 from itertools import pairwise, product
 
 import pytest
@@ -80,7 +81,7 @@ def test_acceptance_follows_a_text_that_changes():
 
 def test_lengths_never_run_lie_on_lines_between_those_that_were():
     times = RoundSeconds()
-    for length, seconds in ((0, 1.0), (4, 3.0), (4, 99.0), (4, 3.0), (6, 3.5)):
+    for length, seconds in ((0, 1.0), (4, 3.0), (4, 99.0), (4, 3.0), (8, 4.0)):
         times.record(length, seconds)
 
     assert times.curve(8) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.25, 3.5, 3.75, 4])
@@ -106,10 +107,59 @@ def test_after_measuring_the_chosen_length_is_the_best_one():
     assert set(lengths[40:]) == {2}
 
 
+def test_plain_decoding_that_was_slow_once_is_measured_again():
+    choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
+    run(choice, accepted=2, seconds=[9.0, 2.0, 2.1, 2.2, 2.3], rounds=40)  # another program was busy
+
+    lengths = run(choice, accepted=2, seconds=[0.5, 2.0, 2.1, 2.2, 2.3], rounds=1500)
+
+    assert lengths[:40].count(0) == 0
+    assert lengths[-100:].count(0) > 90
+
+
+@pytest.mark.parametrize(
+    ("confidences", "goes_on"),
+    [([0.5, 0.5], True), ([0.5, 0.4], False), ([0.1, 0.5], False), ([0.9, 0.4], True)],
+    ids=["as-usual", "unsure", "unsure-before", "sure-before"],
+)
+def test_a_confidence_head_moves_the_estimates_of_a_round(confidences, goes_on):
+    # As usual the second draft pays: 1 + 0.5 + 0.25 tokens in 1.6 s are more than 1 + 0.5 in 1.4.
+    choice = DraftLength(2, Acceptance([0.5, 0.5]), RoundSeconds({0: 1.0, 1: 1.4, 2: 1.6}))
+    for _ in range(400):
+        choice.goes_on([0.5])
+        choice.goes_on([0.5, 0.5])
+
+    choice.goes_on(confidences[:1])
+
+    assert choice.goes_on(confidences) == goes_on
+
+
+@pytest.mark.parametrize(
+    ("timings", "prior", "sentence"),
+    [
+        ({}, None, "`drafter.timings` must have positive seconds of 0 and 4 drafts, got {}."),
+        ({0: 1.0, 2: 1.5}, None, "must have positive seconds of 0 and 4 drafts, got {0: 1.0, 2: 1.5}."),
+        ({0: 1.0, 4: -1.5}, None, "must have positive seconds of 0 and 4 drafts"),
+        (
+            {0: 1.0, 4: 1.5},
+            [0.5],
+            "`drafter.acceptance_prior` must have 4 numbers from 0 to 1, one a draft, got [0.5].",
+        ),
+        ({0: 1.0, 4: 1.5}, [0.5, 0.5, 0.5, 1.5], "must have 4 numbers from 0 to 1"),
+    ],
+)
+def test_wrong_timings_and_priors_are_told(pair, timings, prior, sentence):
+    drafter = pair[1]([2])
+    drafter.timings, drafter.acceptance_prior = timings, prior
+
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        plain(pair[0], input_ids=prompt(), assistant_model=drafter, max_new_tokens=8)
+
+
 def test_a_useless_drafter_is_tried_again_ever_more_rarely():
     choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
 
-    lengths = run(choice, accepted=0, seconds=[1.0, 1.5, 1.8, 2.1, 2.4], rounds=300)
+    lengths = run(choice, accepted=0, seconds=[1.0, 1.5, 1.8, 2.1, 2.4], rounds=250)
 
     tries = [i for i, length in enumerate(lengths) if length and i > 12]
     gaps = [b - a for a, b in pairwise(tries)]
@@ -263,3 +313,49 @@ def test_sampled_text_follows_the_targets_law_unless_a_rule_looks_at_the_drafted
 
     assert (found < 1e-6) == (generator is CarryoverCandidateGenerator)
     assert {0, 2} <= {length for call in lengths for length in call}
+
+
+class Words(torch.nn.Linear):
+    """A confidence head that is sure or not, as a sign says: of the slot, or of the embedding of the token before."""
+
+    def forward(self, hidden):
+        return 6 * torch.sign(hidden[..., :1] if self.in_features == 32 else hidden[..., -1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"), [("dflash", False), ("markov-vanilla", True), ("markov-rnn", True)], ids=str
+)
+def test_sampled_text_follows_the_targets_law_where_a_confidence_head_ends_blocks(kind, reads, monkeypatch):
+    target = make_target(vocab_size=3, num_hidden_layers=3, initializer_range=0.1)
+    small = {"vocab_size": 3, "mask_token_id": 2, "target_layer_ids": [0], "initializer_range": 0.1}
+    drafter = make_drafter(
+        kind,
+        block_size=2 + (kind == "dflash"),
+        enable_confidence_head=True,
+        confidence_head_with_markov=reads,
+        **small,
+    )
+    drafter.confidence_head["proj"] = Words(drafter.confidence_head["proj"].in_features, 1)
+    if reads:
+        drafter.markov_head.markov_w1.weight.data[:, -1] = torch.tensor([1.0, -1.0, 1.0])
+    drafter.draft_length, drafter.timings = "auto", {0: 1.0, 1: 1.2, 2: 1.3}
+    ids, lengths = torch.tensor([[0, 1, 1, 2]]), set()
+
+    def sample():
+        out = plain(target, input_ids=ids, assistant_model=drafter, do_sample=True, max_new_tokens=4)
+        lengths.update(len(r.drafts) for r in drafter.last_stats.rounds[:1])
+        return tuple(out[0, 4:].tolist())
+
+    assert distance(Tree(monkeypatch).run(sample), law_of_target(target, ids, 4)) < 1e-6
+    assert lengths == ({1, 2} if reads else {len(drafter.last_stats.rounds[0].drafts)})
+
+
+def test_a_confidence_head_that_is_not_used_changes_nothing(pair):
+    target, _ = pair
+    drafters = [make_drafter(enable_confidence_head=heads) for heads in (False, True)]
+    drafters[1].load_state_dict(drafters[0].state_dict(), strict=False)
+
+    texts = [plain(target, input_ids=prompt(), assistant_model=drafter, max_new_tokens=20) for drafter in drafters]
+
+    assert torch.equal(*texts)
+    assert handed(drafters[0]) == handed(drafters[1])

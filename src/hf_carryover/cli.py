@@ -15,6 +15,7 @@ from hf_carryover.evaluation import EvaluationArguments
 from hf_carryover.training import DataArguments
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_carryover.modeling_carryover import CarryoverDrafterModel
@@ -236,13 +237,20 @@ def convert(
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     to: Annotated[str, typer.Option(help="carryover, or for engines: z-lab, deepspec, speculators.")] = "carryover",
     target: Annotated[str | None, typer.Option(help="The drafter's target; needed if a format holds copies.")] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Propose only the so many tokens that the answers in --prompts use most.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="The target's answers (JSONL), as `data` makes them.")] = None,
     dtype: DtypeOption = "auto",
 ) -> None:
     """Turn a public drafter into one of ours, or ours into a folder that other engines read."""
     from hf_carryover.conversion import convert_drafter
 
-    model = None if target is None else load_model(target, dtype)[0]
-    drafter = convert_drafter(source, out, to=to, target=model)
+    model, tokenizer = (None, None) if target is None else load_model(target, dtype)
+    ids = None
+    if draft_vocab is not None:
+        ids = answer_tokens(draft_vocab, prompts, model, tokenizer)
+    drafter = convert_drafter(source, out, to=to, target=model, token_ids=ids)
     carries = ", with its carry embedding" if drafter.carry_embedding.any() else ""
     console.print(f"The drafter is in {out} ({to}{carries}).")
 
@@ -253,6 +261,21 @@ def card(folder: Annotated[Path, typer.Argument(help="Drafter folder; its README
     from hf_carryover.model_card import write_card
 
     console.print(f"The card is {write_card(folder)}.")
+
+
+def answer_tokens(
+    count: int, answers: Path | None, model: "PreTrainedModel | None", tokenizer: "PreTrainedTokenizerBase | None"
+) -> "Tensor":
+    """The tokens that answers use most, with a word about how much of them that is."""
+    from hf_carryover.training.data import end_tokens, most_used_tokens, read_examples
+
+    if answers is None or model is None or tokenizer is None or count < 1:
+        raise ValueError(f"Expected `--draft-vocab` of 1 or more with the target's answers (`--prompts FILE`) and "
+                         f"`--target`, whose tokenizer reads them, got {count}, {answers}; name both.")  # fmt: skip
+    examples = read_examples(answers, tokenizer, max_length=sys.maxsize).examples
+    ids, covered = most_used_tokens(examples, count, always=end_tokens(model))
+    notes.print(f"The draft vocabulary of {len(ids)} covers {covered:.2%} of the answers.")
+    return ids
 
 
 def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:

@@ -5,7 +5,7 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import mul
 from statistics import median
 from typing import Any
@@ -18,8 +18,9 @@ from torch import nn
 AUTO = "auto"
 # Rounds that the guess before any acceptance is worth, and what a round weighs less when the next one comes.
 PRIOR_ROUNDS, DECAY = 4.0, 0.97
-# Measurements of each length that are looked at, and those it takes before a length is trusted.
-KEPT, NEEDED = 9, 2
+# Measurements of each length that are looked at, those it takes before a length is trusted, and rounds for which
+# the last one of plain decoding and of all drafts is good: a machine that was busy once must not be believed for ever.
+KEPT, NEEDED, FRESH = 9, 2, 256
 # Plain rounds before drafting is tried again; doubled after each try that does not pay.
 FIRST_WAIT, LONGEST_WAIT = 16, 256
 
@@ -60,12 +61,15 @@ class Acceptance:
 
 
 class RoundSeconds:
-    """Seconds of whole rounds by drafts handed over: medians of the last few, straight lines between them."""
+    """Seconds of whole rounds by drafts handed over: medians of the last few, straight lines between them.
+
+    With seconds ``given`` by length, those are used and nothing is learned.
+    """
 
     def __init__(self, given: Mapping[Any, float] | None = None) -> None:
-        """Nothing known; or, with seconds ``given`` by length, these for ever."""
         self.is_frozen = given is not None
         self.found: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self.num_rounds, self.last = 0, defaultdict[int, int](int)
         for length, seconds in (given or {}).items():
             self.found[int(length)].extend([seconds] * NEEDED)
 
@@ -73,40 +77,45 @@ class RoundSeconds:
         """One round."""
         if not self.is_frozen:
             self.found[num_drafts].append(seconds)
+            self.num_rounds += 1
+            self.last[num_drafts] = self.num_rounds
 
     def to_measure(self, longest: int) -> int | None:
         """A length that must be tried before any is chosen; None: enough is known."""
-        wanted = dict.fromkeys((longest, 0, (longest + 1) // 2))
-        return next((length for length in wanted if len(self.found[length]) < NEEDED), None)
+        for length in (longest, 0, (longest + 1) // 2):
+            is_old = length in (longest, 0) and self.num_rounds - self.last[length] >= FRESH
+            if not self.is_frozen and (is_old or len(self.found[length]) < NEEDED):
+                return length
+        return None
 
     def curve(self, longest: int) -> list[float]:
         """Seconds of a round with 0, 1, .., ``longest`` drafts."""
-        known = sorted((length, median(seconds)) for length, seconds in self.found.items() if seconds)
-        if len(known) == 1:
-            known.append((known[0][0] + 1, known[0][1]))
-        lines = list(pairwise(known))
+        known = {length: median(seconds) for length, seconds in sorted(self.found.items()) if seconds}
+        if not {0, longest} <= known.keys() or not min(known.values()) > 0:
+            raise ValueError(f"`drafter.timings` must have positive seconds of 0 and {longest} drafts, got {known}.")
         values = []
         for length in range(longest + 1):
-            (a, at_a), (b, at_b) = next((line for line in lines if length <= line[1][0]), lines[-1])
-            values.append(max(at_a + (at_b - at_a) * (length - a) / (b - a), 1e-9))
+            a, b = max(n for n in known if n <= length), min(n for n in known if n >= length)
+            values.append(known[a] + (known[b] - known[a]) * (length - a) / max(b - a, 1))
         return values
 
 
-# What rounds of a target with a drafter took in this process.
 TIMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[str, RoundSeconds]]] = WeakKeyDictionary()
 
 
 def measured_times(target: Any, drafter: Any) -> RoundSeconds:
     """Seconds of this pair's rounds on this device and in this number type, taken as calls go on."""
-    place = f"{target.device} {target.dtype} {drafter.device} {drafter.dtype} {torch.get_num_threads()}"
     by_place = TIMES.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
-    return by_place.setdefault(place, RoundSeconds())
+    return by_place.setdefault(_place(target) + _place(drafter), RoundSeconds())
+
+
+def _place(model: Any) -> str:
+    return f" {model.device} {model.dtype} {torch.get_num_threads()}"
 
 
 def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> RoundSeconds:
     """The same, measured once on this machine and then read from the cache folder, so that choices repeat."""
-    place = f"{target.device.type} {target.dtype} {drafter.device.type} {drafter.dtype} {torch.get_num_threads()}"
-    facts = [target.config.to_json_string(), drafter.config.to_json_string(), place]
+    facts = [model.config.to_json_string() + _place(model) for model in (target, drafter)]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
     path = cached_assets_path("hf_carryover", namespace="timings") / f"{name}.json"
     if not path.exists():
@@ -120,13 +129,20 @@ def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> Ro
 
 @dataclass
 class DraftLength:
-    """Chooses a call's draft lengths, round by round. The choice never looks at what a draft will be."""
+    """Chooses a call's draft lengths, round by round; the choice never looks at what a draft will be."""
 
     longest: int
     acceptance: Acceptance
     times: RoundSeconds
     wait: int = FIRST_WAIT
     num_plain: int = 0
+    is_open: bool = False
+    usual: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.acceptance.prior) != self.longest or not all(0 <= a <= 1 for a in self.acceptance.prior):
+            raise ValueError(f"`drafter.acceptance_prior` must have {self.longest} numbers from 0 to 1, one a draft, "
+                             f"got {self.acceptance.prior}.")  # fmt: skip
 
     def learn(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """What the last round was."""
@@ -134,17 +150,33 @@ class DraftLength:
         self.times.record(num_drafts, seconds)
 
     def choose(self) -> int:
-        """Drafts of the next round; where none pay, a few are tried again at growing intervals."""
-        missing = None if self.times.is_frozen else self.times.to_measure(self.longest)
+        """Drafts of the next round; where none pay, a few are tried again at growing intervals.
+
+        `is_open` says whether `goes_on` may change it as the round goes.
+        """
+        self.is_open = False
+        missing = self.times.to_measure(self.longest)
         if missing is not None:
             return missing
         seconds = self.times.curve(self.longest)
         best = best_draft_length(self.acceptance.estimate(), seconds)
         if best > 0:
-            self.wait, self.num_plain = FIRST_WAIT, 0
+            self.wait, self.num_plain, self.is_open = FIRST_WAIT, 0, True
             return best
         self.num_plain += 1
         if self.num_plain < self.wait:
             return 0
         self.wait, self.num_plain = min(2 * self.wait, LONGEST_WAIT), 0
         return 1 + best_draft_length(self.acceptance.estimate()[1:], seconds[1:])
+
+    def goes_on(self, confidences: Sequence[float]) -> bool:
+        """Whether draft k pays, after a confidence head's word on drafts 1 .. k of this round, ``[k]`` (DSpark).
+
+        An estimate counts as much more or less as the word is above or below what is usual.
+        """
+        k, acceptance = len(confidences), self.acceptance.estimate()
+        usual = self.usual.get(k, acceptance[k - 1])
+        self.usual[k] = DECAY * usual + (1 - DECAY) * confidences[-1]
+        for j, word in enumerate(confidences):
+            acceptance[j] = min(acceptance[j] * word / max(self.usual[j + 1], 1e-9), 1.0)
+        return best_draft_length(acceptance, self.times.curve(self.longest)) >= k

@@ -111,7 +111,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             last = self.stats.rounds[-1]
             self.lengths.learn(len(last.drafts), last.num_accepted, now - self.round_start)
         self.round_start = now
-        return self.lengths.choose()
+        chosen = self.lengths.choose()  # a confidence head says as the round goes where to stop
+        return self.draft_length if self.lengths.is_open and self.drafter.confidence_head is not None else chosen
 
     def _gather(
         self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int
@@ -176,15 +177,23 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         """Slots into drafts ``[1, K]``, left to right where a head, a processor or chance looks at the token before.
 
         When sampling, the logits returned are those that the tokens were drawn from, after every processor, in fp32;
-        the drafts end before the first slot that no token can be drawn from.
+        the drafts end before the first slot that no token can be drawn from, or that a confidence head advises
+        against: it has seen the drafts before, never the one it judges.
         """
-        markov, state = self.drafter.markov_head, None
+        markov, state, confidences = self.drafter.markov_head, None, []
+        judge = self.lengths if self.lengths is not None and self.lengths.is_open else None
+        judge = None if self.drafter.confidence_head is None else judge
         logits = self.drafter.slot_logits(hidden.to(self.head_place, self.dtype), self.head).to(input_ids.device)
-        if markov is None and not self.do_sample and not self.logits_processor:
+        if markov is None and not self.do_sample and not self.logits_processor and judge is None:
             return self.drafter.token_ids(logits.argmax(dim=-1)), None
 
         ids, tokens, drawn_from, can_draw = input_ids, [], [], []
         for slot in range(hidden.shape[1]):
+            if judge is not None:
+                word = self.drafter.confidence(hidden[:, slot], ids[:, -1].to(hidden.device))
+                confidences.append(word.sigmoid().item())
+                if not judge.goes_on(confidences) and slot > 0:
+                    break
             scores = logits[:, slot]  # [1, V]
             if markov is not None:
                 bias, state = markov(ids[:, -1].to(hidden.device), hidden[:, slot], state)

@@ -186,7 +186,6 @@ class CarryoverDrafterModel(PreTrainedModel):
         self.norm = qwen3.Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_head_type else None
-        # Logit of a draft being accepted, from its slot and, if so configured, ``e`` of the token before it (DSpark).
         width = config.hidden_size + config.markov_rank * config.confidence_head_with_markov
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if config.enable_confidence_head else None
         if config.draft_vocab_size is not None:
@@ -280,6 +279,13 @@ class CarryoverDrafterModel(PreTrainedModel):
         logits = head(hidden).float() * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logit of a draft being accepted ``[..]``, from its slot ``[.., D]`` and maybe the token before (DSpark)."""
+        assert self.confidence_head is not None
+        if self.config.confidence_head_with_markov and self.markov_head is not None:
+            hidden = torch.cat([hidden, self.markov_head.markov_w1(previous)], dim=-1)
+        return self.confidence_head["proj"](hidden)[..., 0]
 
     def token_ids(self, proposed: Tensor) -> Tensor:
         """Indices into the draft vocabulary as token ids."""

@@ -1,5 +1,6 @@
 """How do drafters get in? Ours, or a public one: nothing guessed, every tensor and field used or refused."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from hf_carryover.conversion.lending import drop_copies
 from hf_carryover.decoding import check_pair
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
+MEASURED = "evaluation.json"
+
 
 def load_drafter(
     folder_or_hub_id: str | Path, *, target: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> CarryoverDrafterModel:
-    """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`."""
+    """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`.
+
+    A folder's ``evaluation.json`` tells automatic draft lengths what acceptance to start from.
+    """
     folder = find_folder(folder_or_hub_id)
     path = folder / "config.json"
     raw = read_json(path)
@@ -27,7 +33,19 @@ def load_drafter(
         return load_dflash(folder_or_hub_id, target=target, dtype=dtype)
     drafter = build_drafter(make_config(raw, path), read_tensors(folder), folder, target=target, dtype=dtype)
     drafter.config.name_or_path = str(folder_or_hub_id)
+    if (folder / MEASURED).is_file():
+        drafter.acceptance_prior = measured_acceptance(read_json(folder / MEASURED), drafter)
     return drafter
+
+
+def measured_acceptance(evaluation: dict[str, Any], drafter: CarryoverDrafterModel) -> list[float] | None:
+    """Acceptance of each draft given those before it, ``[K]``, greedy and all sets; None if it was not measured."""
+    for row in evaluation.get("acceptance", []):
+        if (row["set"], row["system"], row["temperature"]) == ("all", "carry-on", 0.0):
+            reached = [1.0, *row["acceptance_by_position"]]
+            given = [after / before if before else 0.0 for before, after in pairwise(reached)]
+            return given if len(given) == drafter.config.num_drafts else None
+    return None
 
 
 def load_dflash(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_carryover.conversion import deepspec, speculators, zlab
 from hf_carryover.conversion.folders import SIDE_FILE
 from hf_carryover.conversion.loading import load_drafter
+from hf_carryover.conversion.vocabulary import restrict_vocabulary
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 WRITERS = {"z-lab": zlab.write, "deepspec": deepspec.write, "speculators": speculators.write}
@@ -22,7 +23,12 @@ FORMATS = ("carryover", *WRITERS)
 
 
 def convert_drafter(
-    source: str | Path, out: str | Path, *, to: str = "carryover", target: PreTrainedModel | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str = "carryover",
+    target: PreTrainedModel | None = None,
+    token_ids: Tensor | None = None,
 ) -> CarryoverDrafterModel:
     """Read a drafter of any known format and write it in another.
 
@@ -32,9 +38,10 @@ def convert_drafter(
         to: One of `FORMATS`. Stock engines know no ``carry_embedding``: in their formats it stands in a side file,
             ``carryover.safetensors``, beside its folded form ``fc(E)``.
         target: The model that the drafter is for. Needed where a format holds parts of it.
+        token_ids: The only tokens that it shall propose, as for `restrict_vocabulary`; None: those that it does.
 
     Returns:
-        The drafter, as it was read.
+        The drafter, as it was written.
 
     Raises:
         FileExistsError: ``out`` is there already.
@@ -45,6 +52,7 @@ def convert_drafter(
         raise ValueError(f"Expected a format among {', '.join(FORMATS)}, got {to!r}; choose one of them.")
     refuse_existing(out)
     drafter = load_drafter(source, target=target)
+    drafter = drafter if token_ids is None else restrict_vocabulary(drafter, token_ids)
     with new_folder(out) as folder:
         if to == "carryover":
             drafter.save_pretrained(folder)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.training.masks import NO_ANCHOR
 
@@ -200,6 +200,12 @@ class LikeLengths(Sampler[list[Draw]]):
             for repeat in range(self.repeats):
                 for batch in group:
                     yield [Draw(index, self.epoch * self.repeats + repeat) for index in batch]
+
+
+def end_tokens(target: PreTrainedModel) -> list[int]:
+    """Tokens that end the target's answers, which a draft vocabulary must have."""
+    ends = target.generation_config.eos_token_id if target.generation_config is not None else None
+    return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def most_used_tokens(examples: Sequence[Example], count: int, *, always: Sequence[int] = ()) -> tuple[Tensor, float]:

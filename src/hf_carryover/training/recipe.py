@@ -14,14 +14,14 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
-from hf_carryover.conversion import load_drafter
+from hf_carryover.conversion import load_drafter, restrict_vocabulary
 from hf_carryover.decoding import check_pair
 from hf_carryover.evaluation.machine import describe_machine
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.targets import load_target
 from hf_carryover.training.adapter import adapter_of
 from hf_carryover.training.arguments import CarryoverTrainingArguments
-from hf_carryover.training.data import Example, Examples, most_used_tokens, read_examples
+from hf_carryover.training.data import Example, Examples, end_tokens, most_used_tokens, read_examples
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
 from hf_carryover.training.memory import estimate_memory
 from hf_carryover.training.trainer import CarryoverTrainer
@@ -143,18 +143,13 @@ def starting_drafter(
         if recipe.num_layers not in (None, old.num_hidden_layers) or recipe.num_target_layers is not None:
             raise ValueError(f"Expected the layers of {recipe.drafter} ({old.num_hidden_layers}, reading "
                              f"{old.target_layer_ids}), found others in the recipe; leave them out.")  # fmt: skip
-        if recipe.draft_vocab is not None and old.markov_head_type is not None:
-            raise ValueError("Expected a drafter without a Markov head to give a draft vocabulary to, found "
-                             f"{old.markov_head_type}; its W2 has a row for each token.")  # fmt: skip
         if changes:
             changed = CarryoverDrafterModel(CarryoverDrafterConfig(**(old.to_dict() | changes)))
             changed.load_state_dict(drafter.state_dict(), strict=False)
             drafter = changed
     if recipe.draft_vocab is not None:
-        eos = target.generation_config.eos_token_id
-        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        chosen, covered = most_used_tokens(examples, recipe.draft_vocab, always=ends)
-        drafter.draft_vocab_ids.copy_(chosen)
+        chosen, covered = most_used_tokens(examples, recipe.draft_vocab, always=end_tokens(target))
+        drafter = restrict_vocabulary(drafter, chosen)
         logger.warning("The draft vocabulary of %d covers %.2f %% of the answers.", len(chosen), 100 * covered)
     return drafter
 
@@ -167,7 +162,6 @@ def _changes(recipe: RecipeArguments) -> dict[str, Any]:
         "markov_head_type": recipe.markov_head,
         "markov_rank": recipe.markov_rank,
         "enable_confidence_head": recipe.confidence_head,
-        "draft_vocab_size": recipe.draft_vocab,
         "mask_token_id": recipe.mask_token_id,
     }
     return {name: value for name, value in named.items() if value is not None}

@@ -96,23 +96,21 @@ class Rehearsal:
     def teacher_forced(self, texts: Texts, anchors: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits ``[N, M, K, V]`` and confidence logits ``[N, M, K]`` of slots, after the recorded tokens."""
         logits, confidences = self.slot_logits(hidden), []
-        markov, confidence, state = self.drafter.markov_head, self.drafter.confidence_head, None
+        markov, judges, state = self.drafter.markov_head, self.drafter.confidence_head is not None, None
         previous = recorded(
             texts, anchors, hidden.shape[2], first=0, missing=0
         )  # [N, M, K]: the token before each draft
         biases = []
-        for slot in range(hidden.shape[2] if markov is not None or confidence is not None else 0):
-            here = hidden[:, :, slot]
+        for slot in range(hidden.shape[2] if markov is not None or judges else 0):
+            here, before = hidden[:, :, slot], previous[:, :, slot]
             if markov is not None:
-                embedding = markov.markov_w1(previous[:, :, slot])
-                mixed, state = markov.mix(embedding, here, state)
+                mixed, state = markov.mix(markov.markov_w1(before), here, state)
                 biases.append(mixed)
-            if confidence is not None:
-                reads = self.drafter.config.confidence_head_with_markov
-                confidences.append(confidence["proj"](torch.cat([here, embedding], dim=-1) if reads else here))
+            if judges:
+                confidences.append(self.drafter.confidence(here, before))
         if markov is not None:
             logits = logits + markov.markov_w2(torch.stack(biases, dim=2))
-        return logits, torch.stack(confidences, dim=2)[..., 0] if confidence is not None else None
+        return logits, torch.stack(confidences, dim=2) if judges else None
 
     def slot_logits(self, hidden: Tensor) -> Tensor:
         """Logits of slots ``[..., D]`` through the target's own head, fp32 ``[..., V]``."""

@@ -72,8 +72,7 @@ class CarryoverTrainer(Trainer):
         self.block_losses = BlockLosses(self.rehearsal, args)
         self._reading: tuple[Texts, Reading] | None = None
         self._seen: dict[str, list[float]] = defaultdict(list)
-        self._began = perf_counter()
-        self._started: float | None = None
+        self._began, self._started = perf_counter(), 0.0
 
     def compute_loss(
         self,
@@ -170,11 +169,11 @@ class CarryoverTrainer(Trainer):
         was_training = drafter.training
         drafter.eval()
         self._seen, kept = defaultdict(list), self._seen
-        batch_size, held = self.args.per_device_train_batch_size, self.eval_dataset
+        size, held = self.args.per_device_train_batch_size, self.eval_dataset
         with torch.no_grad():
-            for start in range(0, len(held), batch_size):
-                items = collate([held[i] for i in range(start, min(start + batch_size, len(held)))])
-                self.compute_loss(drafter, self._prepare_inputs(items))
+            for start in range(0, len(held), size):
+                batch = collate([held[i] for i in range(start, min(start + size, len(held)))])
+                self.compute_loss(drafter, self._prepare_inputs(batch))
         metrics = {f"{metric_key_prefix}_{name}": _mean(found) for name, found in self._seen.items()}
         self._seen = kept
         metrics[f"{metric_key_prefix}_accepted_length"] = self._accepted_length(carry=False)
@@ -187,7 +186,7 @@ class CarryoverTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The library's line, with means over the steps since the last one, and the seconds of all calls."""
-        if self._started is None:
+        if not self._started:
             earlier = [line["seconds"] for line in self.state.log_history if "seconds" in line]
             self._started = self._began - max(earlier, default=0.0)
         logs["seconds"] = round(perf_counter() - self._started, 1)
