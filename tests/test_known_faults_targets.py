@@ -1,11 +1,17 @@
 """What other software got wrong about the target's pass: positions, windows, adapters, features, packed weights."""
 
+import copy
+import pickle
 import threading
 
+import gguf
 import pytest
 import torch
+from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from hf_carryover.cache_carryover import MEMORIES
 from tests.fakes import KINDS, MASK, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
 MIXED = [2, 0, 9, 1, 5, 3, 0, 9, 9]
@@ -128,6 +134,85 @@ def test_a_drafter_of_packed_weights_drafts():
 
     assert torch.equal(text, plain(target, input_ids=ids))
     assert len(packed.last_stats.rounds[0].drafted_ids) == len(whole.last_stats.rounds[0].drafted_ids)
+
+
+def write_gguf(target, path):
+    """A Llama as llama.cpp keeps it: matrices in 8 bit where they have whole blocks, rotary halves interleaved."""
+    config, kind = target.config, gguf.GGMLQuantizationType.Q8_0
+    writer, names = gguf.GGUFWriter(path, "llama"), gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    for name, tensor in target.state_dict().items():
+        values = tensor
+        if "q_proj" in name or "k_proj" in name:
+            values = tensor.view(-1, 2, config.head_dim // 2, config.hidden_size).transpose(1, 2).reshape(tensor.shape)
+        packs = tensor.dim() == 2 and tensor.shape[1] % 32 == 0
+        array = values.contiguous().numpy()
+        array = gguf.quantize(array, kind) if packs else array
+        writer.add_tensor(names.get_name(name, (".weight",)), array, raw_dtype=kind if packs else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_from_a_gguf_file_drafts_exactly(kind, tmp_path):
+    """A drafter made for the whole model serves the packed one, whose text is its own."""
+    whole, ids = make_target(), prompt()
+    write_gguf(whole, tmp_path / "packed.gguf")
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="packed.gguf").eval()
+
+    text = plain(packed, input_ids=ids, assistant_model=make_drafter(kind))
+
+    assert 0 < (packed(ids).logits - whole(ids).logits).abs().max() < 0.5
+    assert torch.equal(text, plain(packed, input_ids=ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("away", ["layers", "head", "layers and head"])
+def test_a_target_that_is_split_over_places_drafts_exactly(kind, away, tmp_path):
+    """Parts that are on no device until they run; a second GPU is such a place, too."""
+    ids, places = prompt(), dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm"], "cpu")
+    places |= {f"model.layers.{i}": "disk" if i > 1 and "layers" in away else "cpu" for i in range(4)}
+    places["lm_head"] = "disk" if "head" in away else "cpu"
+    split = dispatch_model(make_target(), places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    drafter = scripted(plain(split, input_ids=ids), [2, 0, 4]) if kind == "dflash" else make_drafter(kind)
+
+    text = plain(split, input_ids=ids, assistant_model=drafter)
+
+    assert {p.device.type for p in split.parameters()} == {"cpu", "meta"}
+    assert torch.equal(text, plain(make_target(), input_ids=ids))
+    assert drafter.last_stats.rounds[1].num_carried > 0
+
+
+@pytest.mark.parametrize("what", ["drafter", "pickled drafter", "cache"])
+def test_a_copy_in_mid_chat_has_the_right_text_and_the_original_goes_on(what):
+    target, drafter, cache, first = make_target(), make_drafter(), DynamicCache(), prompt()
+    told = plain(target, input_ids=first, cache=cache, assistant_model=drafter, max_new_tokens=9)
+    ids = torch.cat([told, prompt(5)], dim=1)
+    expected = plain(target, input_ids=ids, max_new_tokens=12)
+    new, mask = ids[:, cache.get_seq_length() :], torch.ones_like(ids)
+    copied = {
+        "drafter": lambda: (copy.deepcopy(drafter), copy.deepcopy(cache)),
+        "pickled drafter": lambda: (pickle.loads(pickle.dumps(drafter)), copy.deepcopy(cache)),
+        "cache": lambda: (drafter, copy.deepcopy(cache)),
+    }[what]()
+
+    texts = [
+        plain(target, input_ids=new, attention_mask=mask, cache=c, assistant_model=d, max_new_tokens=12)
+        for d, c in (copied, (drafter, cache))
+    ]
+
+    for text in texts:
+        assert torch.equal(text[:, new.shape[1] :], expected[:, ids.shape[1] :])
+    assert MEMORIES[cache][drafter].num_committed > MEMORIES[copied[1]][copied[0]].num_committed
 
 
 def test_a_text_longer_than_the_drafter_was_made_for_is_drafted_for():
