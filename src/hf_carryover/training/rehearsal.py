@@ -131,22 +131,19 @@ class Rehearsal:
     ) -> Rejected:
         """The target's rows of drafts ``[N, M, K]`` after each anchor, and which of them are rejected.
 
-        All branches of a text run in one pass of the target over its own cache, which is left as it was found.
+        All branches of a text run in one pass of the target over its own cache, which is left as it was found. The
+        anchor is part of the text, so its row is there already.
         """
-        (_, num_blocks, num_drafts), known = drafts.shape, anchors.clamp(min=0)
-        num_rows = num_drafts + 1
-        tokens = torch.cat([texts.input_ids.gather(1, known)[..., None], drafts], dim=-1)  # [N, M, K + 1]
-        positions = known[..., None] + torch.arange(num_rows, device=known.device)  # [N, M, K + 1]
+        slots = torch.arange(drafts.shape[2], device=drafts.device)
+        positions = anchors.clamp(min=0)[..., None] + 1 + slots  # [N, M, K]
         layers = [i + 1 for i in self.drafter.config.target_layer_ids]
         outputs = self.target.get_decoder()(
-            input_ids=tokens.flatten(1), attention_mask=branch_masks(self.target, texts, positions),
+            input_ids=drafts.flatten(1), attention_mask=branch_masks(self.target, texts, positions),
             position_ids=positions.flatten(1), cache=reading.cache, use_cache=True, output_hidden_states=layers,
         )  # fmt: skip
-        reading.cache.crop(-num_blocks * num_rows)
-        rows = torch.cat([outputs.hidden_states[i] for i in layers], dim=-1).view(*tokens.shape, -1)
-        # Row 0 is the anchor's, which always stays; of the drafts' rows those after the accepted ones are rejected.
-        is_rejected = torch.arange(num_drafts, device=known.device) >= num_accepted[..., None]
-        return Rejected(rows[:, :, 1:], positions[:, :, 1:], is_rejected)
+        reading.cache.crop(-drafts[0].numel())
+        rows = torch.cat([outputs.hidden_states[i] for i in layers], dim=-1).view(*drafts.shape, -1)
+        return Rejected(rows, positions, is_rejected=slots >= num_accepted[..., None])
 
     @torch.no_grad()
     def attention_mass(self, texts: Texts, reading: Reading, anchors: Tensor, rejected: Rejected) -> float:
