@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_carryover import CarryoverDrafterModel
 from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
@@ -184,6 +186,38 @@ def test_a_checkpoint_that_was_cut_short_is_not_resumed_from(tmp_path):
             (folder / "complete").touch()
 
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_a_full_disk_is_told_and_the_last_whole_checkpoint_goes_on(target, examples, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class FullDisk(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 4:  # files can grow to 1 kB from here on
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+
+    settings = {"save_steps": 2, "logging_steps": 100}
+    trainer = trainer_of(
+        make_drafter(), target, examples, tmp_path, callbacks=[MarkComplete(), FullDisk()], **settings
+    )
+    try:
+        with pytest.raises(OSError, match=r"Expected room to save in .* it goes on from .*checkpoint-2\."):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    again = trainer_of(make_drafter(), target, examples, tmp_path, callbacks=[MarkComplete()], **settings)
+    again.train(resume_from_checkpoint=last_checkpoint(tmp_path))
+    whole = make_drafter()
+    trainer_of(whole, target, examples, tmp_path / "whole", **settings).train()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, again.rehearsal.drafter.state_dict()[name]), name
+
+
+def test_sharding_the_drafter_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`fsdp` must be left out"):
+        arguments(tmp_path, fsdp="full_shard")
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(target, examples, tmp_path):

@@ -73,7 +73,11 @@ class CarryoverTrainingArguments(TrainingArguments):
         weights = (self.ce_weight, self.l1_weight, self.kd_weight, self.confidence_weight)
         if min(weights) < 0 or max(weights[:3]) == 0:
             raise ValueError(f"Loss weights must not be negative, and one of CE, L1 and KD positive, got {weights}.")
-        if self.validation_every < 2:
-            raise ValueError(f"`validation_every` must be at least 2, got {self.validation_every}.")
-        if not self.gamma > 0:
-            raise ValueError(f"`gamma` must be positive, got {self.gamma}.")
+        for is_wrong, sentence in (
+            (self.validation_every < 2, f"`validation_every` must be at least 2, got {self.validation_every}."),
+            (not self.gamma > 0, f"`gamma` must be positive, got {self.gamma}."),
+            (self.fsdp, "`fsdp` must be left out: the loss reads heads and carry embedding outside the forward "
+                        "pass, where FSDP has them in shards. A drafter is small; use several processes."),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(sentence)

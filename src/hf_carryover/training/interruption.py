@@ -1,9 +1,12 @@
 """How does a training stop and go on? Ctrl-C saves, and only whole checkpoints count."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 COMPLETE = "complete"  # the name of a checkpoint's mark
@@ -13,6 +16,21 @@ def last_checkpoint(out: Path) -> str | None:
     """The newest checkpoint that was written to its end."""
     whole = [path.parent for path in out.glob(f"checkpoint-*/{COMPLETE}")]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+@contextmanager
+def saving(out: Path) -> Iterator[None]:
+    """What goes wrong in writing becomes an OSError that says what to do; safetensors and torch raise their own.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        kept = last_checkpoint(out) or "the start, for none is whole"
+        raise OSError(f"Expected room to save in {out}, got: {error}. Make room and run the same command again; it "
+                      f"goes on from {kept}.") from error  # fmt: skip
 
 
 class MarkComplete(TrainerCallback):

@@ -22,7 +22,7 @@ from hf_carryover.targets import load_target
 from hf_carryover.training.adapter import adapter_of
 from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.data import Example, Examples, end_tokens, most_used_tokens, read_examples
-from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
+from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint, saving
 from hf_carryover.training.memory import estimate_memory
 from hf_carryover.training.trainer import CarryoverTrainer
 
@@ -64,6 +64,7 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
     Raises:
         FileNotFoundError: The data is missing.
         ValueError: Data, drafter or settings do not fit; the folder holds a finished drafter.
+        OSError: The disk is full; the last whole checkpoint stays.
         KeyboardInterrupt: Ctrl-C was pressed; the checkpoint is written.
     """
     out = Path(args.output_dir)
@@ -93,13 +94,14 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         raise KeyboardInterrupt
     adapter = trainer.model if recipe.lora_rank is not None else None
     if trainer.is_world_process_zero():  # several processes hold the same drafter
-        if adapter is not None:
-            adapter.save_pretrained(out / ADAPTER)
-            drafter = adapter.merge_and_unload()
-        drafter.save_pretrained(out)
-        unfinished = out / f"{RECORD}.unfinished"
-        unfinished.write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
-        unfinished.replace(out / RECORD)
+        with saving(out):
+            if adapter is not None:
+                adapter.save_pretrained(out / ADAPTER)
+                drafter = adapter.merge_and_unload()
+            drafter.save_pretrained(out)
+            unfinished = out / f"{RECORD}.unfinished"
+            unfinished.write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
+            unfinished.replace(out / RECORD)
     return drafter.eval()
 
 

@@ -43,6 +43,11 @@ class Rehearsal:
         features = torch.cat([outputs.hidden_states[i] for i in layers], dim=-1)  # [N, T, F]
         return Reading(features, outputs.last_hidden_state, outputs.cache)
 
+    def layer_rms(self, texts: Texts) -> Tensor:
+        """Root mean square of each target layer's features, repeated over its width, ``[F]``."""
+        rows, width = self.read(texts).features[texts.mask].float(), self.drafter.config.hidden_size  # [rows, F]
+        return rows.view(len(rows), -1, width).square().mean(dim=(0, 2)).sqrt().repeat_interleave(width)
+
     def draft(
         self,
         texts: Texts,

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +18,7 @@ from hf_carryover.training import losses
 from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.blocks import BlockLosses
 from hf_carryover.training.data import AnchoredTexts, Example, LikeLengths, collate
+from hf_carryover.training.interruption import saving
 from hf_carryover.training.masks import Rejected, Texts
 from hf_carryover.training.optimizer import Muon
 from hf_carryover.training.rehearsal import Reading, Rehearsal
@@ -174,7 +177,7 @@ class CarryoverTrainer(Trainer):
             for start in range(0, len(held), size):
                 batch = collate([held[i] for i in range(start, min(start + size, len(held)))])
                 self.compute_loss(drafter, self._prepare_inputs(batch))
-        metrics = {f"{metric_key_prefix}_{name}": _mean(found) for name, found in self._seen.items()}
+        metrics = {f"{metric_key_prefix}_{name}": fmean(found) for name, found in self._seen.items()}
         self._seen = kept
         metrics[f"{metric_key_prefix}_accepted_length"] = self._accepted_length(carry=False)
         if self.args.stage == "carryover":
@@ -184,6 +187,10 @@ class CarryoverTrainer(Trainer):
         drafter.train(was_training)
         return metrics
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with saving(Path(self.args.output_dir)):
+            super()._save_checkpoint(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The library's line, with means over the steps since the last one, and the seconds of all calls."""
         if not self._started:
@@ -191,7 +198,7 @@ class CarryoverTrainer(Trainer):
             self._started = self._began - max(earlier, default=0.0)
         logs["seconds"] = round(perf_counter() - self._started, 1)
         if "loss" in logs:
-            logs |= {name: round(_mean(found), 5) for name, found in self._seen.items() if name != "loss"}
+            logs |= {name: round(fmean(found), 5) for name, found in self._seen.items() if name != "loss"}
             self._seen.clear()
         super().log(logs, start_time)
 
@@ -238,13 +245,6 @@ class CarryoverTrainer(Trainer):
 
     @torch.no_grad()
     def _layer_rms(self) -> Tensor:
-        """Root mean square of each target layer's features on a few texts, repeated over its width, ``[F]``."""
+        """`Rehearsal.layer_rms` of a few texts, ``[F]``."""
         items = collate([self.train_dataset[i] for i in range(min(4, len(self.train_dataset)))])
-        texts = Texts(items["input_ids"].to(self.args.device), items["ends"].to(self.args.device))
-        rows = self.rehearsal.read(texts).features[texts.mask].float()  # [rows, F]
-        width = self.rehearsal.drafter.config.hidden_size
-        return rows.view(len(rows), -1, width).square().mean(dim=(0, 2)).sqrt().repeat_interleave(width)
-
-
-def _mean(found: list[float]) -> float:
-    return sum(found) / len(found)
+        return self.rehearsal.layer_rms(Texts(*(items[name].to(self.args.device) for name in ("input_ids", "ends"))))
