@@ -8,7 +8,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -429,6 +429,40 @@ def test_an_adapted_drafter_drafts():
     assert torch.equal(text, bare)
     assert adapted.last_stats.carried_rows == 0
     assert max(len(r.drafts) for r in adapted.last_stats.rounds) == 2
+
+
+def test_named_adapters_of_a_drafter_may_be_switched_between_calls(tmp_path):
+    """Each drafts as its merged copy does, also after saving and loading; the text is always the target's."""
+    target, ids, lora = (
+        make_target(),
+        prompt(),
+        {"r": 4, "target_modules": ["q_proj", "fc"], "init_lora_weights": False},
+    )
+    truth = plain(target, input_ids=ids)
+    torch.manual_seed(5)
+    adapted = get_peft_model(make_drafter(), LoraConfig(**lora), "first")
+    adapted.add_adapter("second", LoraConfig(**lora))
+    adapted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_drafter(), tmp_path / "first", "first")
+    loaded.load_adapter(tmp_path / "second", "second")
+
+    def drafts(assistant):
+        assert torch.equal(plain(target, input_ids=ids, assistant_model=assistant), truth)
+        return [r.drafted_ids for r in assistant.last_stats.rounds]
+
+    found = {}
+    for name in ("first", "second", "first"):
+        for model in (adapted.eval(), loaded.eval()):
+            model.set_adapter(name)
+            found.setdefault(name, []).append(drafts(model))
+    with adapted.disable_adapter():
+        bare = drafts(adapted)
+
+    assert all(one == found["first"][0] for one in found["first"])
+    assert found["second"][0] == found["second"][1]
+    assert found["first"][0] != found["second"][0] != bare == drafts(make_drafter())
+    adapted.set_adapter("second")
+    assert drafts(adapted.merge_and_unload()) == found["second"][0]
 
 
 def test_two_threads_with_two_drafters_do_not_disturb_each_other():
