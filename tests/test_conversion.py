@@ -157,7 +157,14 @@ def test_a_target_that_does_not_fit_is_refused_on_loading(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("curve", "prior"), [([0.8, 0.4, 0.1, 0.0], [0.8, 0.5, 0.25, 0.0]), ([0.5, 0.2], None), (None, None)], ids=str
+    ("curve", "prior"),
+    [
+        ([0.8, 0.4, 0.1, 0.0], [0.8, 0.5, 0.25, 0.0]),
+        ([0.8, 0.05, 0.051, 0.0], [0.8, 0.0625, 1.0, 0.0]),  # the third draft was verified in fewer rounds
+        ([0.5, 0.2], None),
+        (None, None),
+    ],
+    ids=str,
 )
 def test_what_was_measured_is_where_automatic_draft_lengths_start(curve, prior, tmp_path):
     make_drafter().save_pretrained(tmp_path)
@@ -168,6 +175,15 @@ def test_what_was_measured_is_where_automatic_draft_lengths_start(curve, prior, 
     found = load_drafter(tmp_path).acceptance_prior
 
     assert found == (None if prior is None else pytest.approx(prior))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"acceptance": {"a": 1}}', '{"acceptance": [{"set": "all"}]}'])
+def test_a_broken_evaluation_does_not_keep_a_drafter_from_loading(content, tmp_path, caplog):
+    make_drafter().save_pretrained(tmp_path)
+    (tmp_path / "evaluation.json").write_text(content)
+
+    assert load_drafter(tmp_path).acceptance_prior is None
+    assert "evaluation.json tells automatic draft lengths nothing" in caplog.text
 
 
 def test_load_drafter_reads_both_formats(tmp_path):

@@ -254,6 +254,17 @@ def test_text_that_is_not_the_targets_own_fails(tmp_path, models, three_prompts,
     assert "**Failed**" in (tmp_path / "report.md").read_text()
 
 
+def test_sampling_measures_its_timings_before_anything_counts(tmp_path, models, three_prompts, monkeypatch):
+    """They are measured in a call of their own, which must not be taken for the one that is watched."""
+    monkeypatch.setattr("hf_carryover.draft_length.cached_assets_path", lambda *_, **__: tmp_path)
+
+    summary = measure(models, [three_prompts], tmp_path / "out", temperatures=(0.0, 1.0))
+
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    rows = [row for row in summary["results"] if row["system"] == "carry-auto"]
+    assert all(0 < row["rounds"] <= row["tokens"] for row in rows)
+
+
 def test_progress_shows_the_set_and_the_count(tmp_path, models, three_prompts):
     console = Console(record=True, width=100)
 

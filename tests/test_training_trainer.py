@@ -215,9 +215,12 @@ def test_a_full_disk_is_told_and_the_last_whole_checkpoint_goes_on(target, examp
         assert torch.equal(tensor, again.rehearsal.drafter.state_dict()[name]), name
 
 
-def test_sharding_the_drafter_is_refused(tmp_path):
+def test_sharding_the_drafter_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="`fsdp` must be left out"):
         arguments(tmp_path, fsdp="full_shard")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` does
+    with pytest.raises(ValueError, match="`fsdp` must be left out"):
+        arguments(tmp_path)
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(target, examples, tmp_path):

@@ -248,7 +248,7 @@ def convert(
 
     model, tokenizer = (None, None) if target is None else load_model(target, dtype)
     ids = None
-    if draft_vocab is not None:
+    if draft_vocab is not None or prompts is not None:
         ids = answer_tokens(draft_vocab, prompts, model, tokenizer)
     drafter = convert_drafter(source, out, to=to, target=model, token_ids=ids)
     carries = ", with its carry embedding" if drafter.carry_embedding.any() else ""
@@ -264,14 +264,17 @@ def card(folder: Annotated[Path, typer.Argument(help="Drafter folder; its README
 
 
 def answer_tokens(
-    count: int, answers: Path | None, model: "PreTrainedModel | None", tokenizer: "PreTrainedTokenizerBase | None"
+    count: int | None,
+    answers: Path | None,
+    model: "PreTrainedModel | None",
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> "Tensor":
     """The tokens that answers use most, with a word about how much of them that is."""
     from hf_carryover.training.data import end_tokens, most_used_tokens, read_examples
 
-    if answers is None or model is None or tokenizer is None or count < 1:
-        raise ValueError(f"Expected `--draft-vocab` of 1 or more with the target's answers (`--prompts FILE`) and "
-                         f"`--target`, whose tokenizer reads them, got {count}, {answers}; name both.")  # fmt: skip
+    if count is None or answers is None or model is None or tokenizer is None:
+        raise ValueError(f"Expected `--draft-vocab N` together with the target's answers (`--prompts FILE`) and "
+                         f"`--target`, whose tokenizer reads them, got {count}, {answers}; name all.")  # fmt: skip
     examples = read_examples(answers, tokenizer, max_length=sys.maxsize).examples
     ids, covered = most_used_tokens(examples, count, always=end_tokens(model))
     notes.print(f"The draft vocabulary of {len(ids)} covers {covered:.2%} of the answers.")

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import platform
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from statistics import median
+from pathlib import Path
+from statistics import median_low
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +21,8 @@ from torch import nn
 AUTO = "auto"
 # Rounds that the guess before any acceptance is worth, and what a round weighs less when the next one comes.
 PRIOR_ROUNDS, DECAY = 4.0, 0.97
-# Measurements of each length that are looked at, those it takes before a length is trusted, and rounds for which
-# the last one of plain decoding and of all drafts is good: a machine that was busy once must not be believed for ever.
+# Measurements of each length that are looked at, those it takes before a length is trusted, and the rounds for which
+# its last one is good: a machine that was busy once must not be believed for ever.
 KEPT, NEEDED, FRESH = 9, 2, 256
 # Plain rounds before drafting is tried again; doubled after each try that does not pay.
 FIRST_WAIT, LONGEST_WAIT = 16, 256
@@ -61,7 +64,7 @@ class Acceptance:
 
 
 class RoundSeconds:
-    """Seconds of whole rounds by drafts handed over: medians of the last few, straight lines between them.
+    """Seconds of whole rounds by drafts handed over: low medians of the last few, straight lines between them.
 
     With seconds ``given`` by length, those are used and nothing is learned.
     """
@@ -80,17 +83,19 @@ class RoundSeconds:
             self.num_rounds += 1
             self.last[num_drafts] = self.num_rounds
 
+    def knows(self, length: int) -> bool:
+        """Whether this length was measured often enough, and lately."""
+        is_fresh = self.is_frozen or self.num_rounds - self.last[length] < FRESH
+        return is_fresh and len(self.found[length]) >= NEEDED
+
     def to_measure(self, longest: int) -> int | None:
         """A length that must be tried before any is chosen; None: enough is known."""
-        for length in (longest, 0, (longest + 1) // 2):
-            is_old = length in (longest, 0) and self.num_rounds - self.last[length] >= FRESH
-            if not self.is_frozen and (is_old or len(self.found[length]) < NEEDED):
-                return length
-        return None
+        wanted = () if self.is_frozen else (longest, 0, (longest + 1) // 2)
+        return next((length for length in wanted if not self.knows(length)), None)
 
     def curve(self, longest: int) -> list[float]:
         """Seconds of a round with 0, 1, .., ``longest`` drafts."""
-        known = {length: median(seconds) for length, seconds in sorted(self.found.items()) if seconds}
+        known = {length: median_low(self.found[length]) for length in sorted(self.found) if self.knows(length)}
         if not {0, longest} <= known.keys() or not min(known.values()) > 0:
             raise ValueError(f"`drafter.timings` must have positive seconds of 0 and {longest} drafts, got {known}.")
         values = []
@@ -110,19 +115,21 @@ def measured_times(target: Any, drafter: Any) -> RoundSeconds:
 
 
 def _place(model: Any) -> str:
-    return f" {model.device} {model.dtype} {torch.get_num_threads()}"
+    return f" {platform.node()} {model.device} {model.dtype} {torch.get_num_threads()}"
 
 
 def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> RoundSeconds:
     """The same, measured once on this machine and then read from the cache folder, so that choices repeat."""
     facts = [model.config.to_json_string() + _place(model) for model in (target, drafter)]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
-    path = cached_assets_path("hf_carryover", namespace="timings") / f"{name}.json"
+    path = Path(cached_assets_path("hf_carryover", namespace="timings")) / f"{name}.json"
     if not path.exists():
-        measure()
+        for _ in range(2):  # what only a first call costs is no measure
+            measured_times(target, drafter).found.clear()
+            measure()
         known = measured_times(target, drafter).found
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({length: median(seconds) for length, seconds in known.items() if seconds}))
+        unfinished = path.with_name(f"{uuid4().hex}.unfinished")
+        unfinished.write_text(json.dumps({n: median_low(seconds) for n, seconds in known.items() if seconds}))
         unfinished.replace(path)
     return RoundSeconds(json.loads(path.read_text()))
 
@@ -134,9 +141,12 @@ class DraftLength:
     longest: int
     acceptance: Acceptance
     times: RoundSeconds
+    has_judge: bool = False
     wait: int = FIRST_WAIT
     num_plain: int = 0
     is_open: bool = False
+    seconds: list[float] = field(default_factory=list)
+    words: list[float] = field(default_factory=list)
     usual: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,39 +154,45 @@ class DraftLength:
             raise ValueError(f"`drafter.acceptance_prior` must have {self.longest} numbers from 0 to 1, one a draft, "
                              f"got {self.acceptance.prior}.")  # fmt: skip
 
-    def learn(self, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """What the last round was."""
+    def learn(self, num_drafts: int, num_accepted: int, seconds: float | None) -> None:
+        """What the last round was; without ``seconds`` it took longer than others will, as a call's first one does."""
+        estimate = self.acceptance.estimate()
+        for j, word in enumerate(self.words[: num_accepted + 1]):
+            self.usual[j] = DECAY * self.usual.get(j, estimate[j]) + (1 - DECAY) * word
+        self.words = []
         self.acceptance.record(num_drafts, num_accepted)
-        self.times.record(num_drafts, seconds)
+        if seconds is not None:
+            self.times.record(num_drafts, seconds)
 
-    def choose(self) -> int:
-        """Drafts of the next round; where none pay, a few are tried again at growing intervals.
+    def choose(self, room: int) -> int:
+        """Drafts of the next round, at most ``room``; where none pay, a few are tried again at growing intervals.
 
-        `is_open` says whether `goes_on` may change it as the round goes.
+        `is_open` says that a confidence head may end the round's drafts earlier, as `goes_on` says.
         """
         self.is_open = False
-        missing = self.times.to_measure(self.longest)
+        most = min(self.longest, room)
+        longest = self.longest if self.times.is_frozen or self.times.knows(self.longest) else most
+        missing = self.times.to_measure(longest) if most > 0 else 0
         if missing is not None:
-            return missing
-        seconds = self.times.curve(self.longest)
-        best = best_draft_length(self.acceptance.estimate(), seconds)
+            return min(missing, most)
+        self.seconds, acceptance = self.times.curve(longest)[: most + 1], self.acceptance.estimate()[:most]
+        best = best_draft_length(acceptance, self.seconds)
         if best > 0:
-            self.wait, self.num_plain, self.is_open = FIRST_WAIT, 0, True
-            return best
+            self.wait, self.num_plain, self.is_open = FIRST_WAIT, 0, self.has_judge
+            return most if self.has_judge else best
         self.num_plain += 1
         if self.num_plain < self.wait:
             return 0
         self.wait, self.num_plain = min(2 * self.wait, LONGEST_WAIT), 0
-        return 1 + best_draft_length(self.acceptance.estimate()[1:], seconds[1:])
+        return 1 + best_draft_length(acceptance[1:], self.seconds[1:])
 
-    def goes_on(self, confidences: Sequence[float]) -> bool:
-        """Whether draft k pays, after a confidence head's word on drafts 1 .. k of this round, ``[k]`` (DSpark).
+    def goes_on(self, word: float) -> bool:
+        """Whether the round's next draft k pays, after a confidence head's word on it and on those before (DSpark).
 
-        An estimate counts as much more or less as the word is above or below what is usual.
+        An estimate counts as much more or less as the word is above or below what it was where drafts were judged.
         """
-        k, acceptance = len(confidences), self.acceptance.estimate()
-        usual = self.usual.get(k, acceptance[k - 1])
-        self.usual[k] = DECAY * usual + (1 - DECAY) * confidences[-1]
-        for j, word in enumerate(confidences):
-            acceptance[j] = min(acceptance[j] * word / max(self.usual[j + 1], 1e-9), 1.0)
-        return best_draft_length(acceptance, self.times.curve(self.longest)) >= k
+        self.words.append(word)
+        acceptance = self.acceptance.estimate()[: len(self.seconds) - 1]
+        for j, said in enumerate(self.words):
+            acceptance[j] = min(acceptance[j] * said / max(self.usual.get(j, acceptance[j]), 1e-9), 1.0)
+        return best_draft_length(acceptance, self.seconds) >= len(self.words)

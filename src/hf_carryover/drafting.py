@@ -49,8 +49,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.lengths, self.round_start = None, 0.0
         if drafter.draft_length == AUTO:
             prior = [0.5] * self.draft_length if drafter.acceptance_prior is None else drafter.acceptance_prior
+            times = measured_times(target, drafter) if times is None else times
             self.lengths = DraftLength(
-                self.draft_length, Acceptance(prior), measured_times(target, drafter) if times is None else times
+                self.draft_length, Acceptance(prior), times, has_judge=drafter.confidence_head is not None
             )
         self.stats = drafter.last_stats = DraftStats()
 
@@ -77,7 +78,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if model_outputs is None:
             return input_ids, None
         start = perf_counter()
-        num_drafts = min(self._wanted(start), self.max_length - input_ids.shape[1] - 1)
+        num_drafts = self._wanted(start, room=self.max_length - input_ids.shape[1] - 1)
         record = Round(drafts=input_ids[0, :0], num_carried=0)
         self.stats.rounds.append(record)
         # 1. Gather what the target computed for the rows of its last pass.
@@ -103,16 +104,15 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if self.stats.rounds:
             self.stats.rounds[-1].num_accepted = num_matches
 
-    def _wanted(self, now: float) -> int:
-        """Drafts that this round should hand over, from what the rounds before it were."""
+    def _wanted(self, now: float, *, room: int) -> int:
+        """Drafts that this round should hand over, at most ``room``, from what the rounds before it were."""
         if self.lengths is None:
-            return self.draft_length
+            return min(self.draft_length, room)
         if self.stats.rounds:
-            last = self.stats.rounds[-1]
-            self.lengths.learn(len(last.drafts), last.num_accepted, now - self.round_start)
+            last, is_first = self.stats.rounds[-1], len(self.stats.rounds) == 1  # that one reads the whole prompt
+            self.lengths.learn(len(last.drafts), last.num_accepted, None if is_first else now - self.round_start)
         self.round_start = now
-        chosen = self.lengths.choose()  # a confidence head says as the round goes where to stop
-        return self.draft_length if self.lengths.is_open and self.drafter.confidence_head is not None else chosen
+        return self.lengths.choose(room)
 
     def _gather(
         self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int
@@ -177,24 +177,22 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         """Slots into drafts ``[1, K]``, left to right where a head, a processor or chance looks at the token before.
 
         When sampling, the logits returned are those that the tokens were drawn from, after every processor, in fp32;
-        the drafts end before the first slot that no token can be drawn from, or that a confidence head advises
-        against: it has seen the drafts before, never the one it judges.
+        the drafts end before the first slot that no token can be drawn from, or, after the first one, that a
+        confidence head advises against: it has seen the drafts before, never the one it judges.
         """
-        markov, state, confidences = self.drafter.markov_head, None, []
+        markov, state = self.drafter.markov_head, None
         judge = self.lengths if self.lengths is not None and self.lengths.is_open else None
-        judge = None if self.drafter.confidence_head is None else judge
-        logits = self.drafter.slot_logits(hidden.to(self.head_place, self.dtype), self.head).to(input_ids.device)
-        if markov is None and not self.do_sample and not self.logits_processor and judge is None:
+        logits = self._logits(input_ids, hidden) if judge is None else None  # with a judge, slot by slot
+        if logits is not None and markov is None and not self.do_sample and not self.logits_processor:
             return self.drafter.token_ids(logits.argmax(dim=-1)), None
 
         ids, tokens, drawn_from, can_draw = input_ids, [], [], []
         for slot in range(hidden.shape[1]):
             if judge is not None:
                 word = self.drafter.confidence(hidden[:, slot], ids[:, -1].to(hidden.device))
-                confidences.append(word.sigmoid().item())
-                if not judge.goes_on(confidences) and slot > 0:
+                if not judge.goes_on(word.sigmoid().item()) and slot > 0:
                     break
-            scores = logits[:, slot]  # [1, V]
+            scores = self._logits(ids, hidden[:, slot : slot + 1])[:, 0] if logits is None else logits[:, slot]
             if markov is not None:
                 bias, state = markov(ids[:, -1].to(hidden.device), hidden[:, slot], state)
                 scores = scores + bias.to(scores)
@@ -211,6 +209,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         num_drawn = int(torch.cat(can_draw, dim=1).long().cumprod(dim=1).sum())
         handed = torch.stack(drawn_from, dim=1)[:, :num_drawn] if num_drawn else None
         return drafts[:, :num_drawn], handed
+
+    def _logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Logits of slots ``[1, K, D]`` by the target's head, where the ids are, ``[1, K, V]``."""
+        return self.drafter.slot_logits(hidden.to(self.head_place, self.dtype), self.head).to(ids.device)
 
 
 def place_of(module: nn.Module, default: torch.device) -> torch.device:

@@ -24,7 +24,7 @@ def find_folder(folder_or_hub_id: str | Path, revision: str | None = None) -> Pa
         return folder
     if isinstance(folder_or_hub_id, Path) or folder.is_absolute() or not HUB_ID.fullmatch(folder_or_hub_id):
         raise FileNotFoundError(f"Expected a drafter's folder or Hub id, found no {folder_or_hub_id}; check the path.")
-    allowed = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+    allowed = ["config.json", "*.safetensors", "*.safetensors.index.json", "evaluation.json"]
     return Path(snapshot_download(folder_or_hub_id, revision=revision, allow_patterns=allowed))
 
 

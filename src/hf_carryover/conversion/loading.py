@@ -1,5 +1,6 @@
 """How do drafters get in? Ours, or a public one: nothing guessed, every tensor and field used or refused."""
 
+import logging
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from hf_carryover.conversion.lending import drop_copies
 from hf_carryover.decoding import check_pair
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
+logger = logging.getLogger(__name__)
 MEASURED = "evaluation.json"
+PLACE = {"set": "all", "system": "carry-on", "temperature": 0.0}  # whose acceptance automatic draft lengths start from
 
 
 def load_drafter(
@@ -34,18 +37,25 @@ def load_drafter(
     drafter = build_drafter(make_config(raw, path), read_tensors(folder), folder, target=target, dtype=dtype)
     drafter.config.name_or_path = str(folder_or_hub_id)
     if (folder / MEASURED).is_file():
-        drafter.acceptance_prior = measured_acceptance(read_json(folder / MEASURED), drafter)
+        drafter.acceptance_prior = measured_acceptance(folder / MEASURED, drafter.config.num_drafts)
     return drafter
 
 
-def measured_acceptance(evaluation: dict[str, Any], drafter: CarryoverDrafterModel) -> list[float] | None:
-    """Acceptance of each draft given those before it, ``[K]``, greedy and all sets; None if it was not measured."""
-    for row in evaluation.get("acceptance", []):
-        if (row["set"], row["system"], row["temperature"]) == ("all", "carry-on", 0.0):
-            reached = [1.0, *row["acceptance_by_position"]]
-            given = [after / before if before else 0.0 for before, after in pairwise(reached)]
-            return given if len(given) == drafter.config.num_drafts else None
-    return None
+def measured_acceptance(path: Path, num_drafts: int) -> list[float] | None:
+    """Acceptance of each draft given those before it, ``[K]``, greedy and all sets; None if the file does not say.
+
+    Rounds at the end of a text hand over fewer drafts, so a later position's share can be the larger one.
+    """
+    try:
+        rows = read_json(path)["acceptance"]
+        reached = next(
+            row["acceptance_by_position"] for row in rows if [row[name] for name in PLACE] == [*PLACE.values()]
+        )
+        given = [min(after / before, 1.0) if before else 0.0 for before, after in pairwise([1.0, *reached])]
+    except (ValueError, KeyError, TypeError, StopIteration) as error:
+        logger.warning("%s tells automatic draft lengths nothing: %r", path, error)
+        return None
+    return given if len(given) == num_drafts else None
 
 
 def load_dflash(

@@ -95,7 +95,7 @@ def _draw_by_position(axes: Axes, curves: dict[str, list[float]], label: str) ->
     """A line a system, each thinner than the one below it, so that equal ones can be told apart."""
     for i, (system, values) in enumerate(curves.items()):
         places, marker, color = range(1, len(values) + 1), MARKERS[system], COLORS[system]
-        width, size = 4.5 - 1.5 * i, 10 - 2.5 * i
+        width, size = 4.5 - 3.5 * i / len(curves), 10 - 6 * i / len(curves)
         axes.plot(places, values, marker=marker, color=color, linewidth=width, markersize=size, label=system)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)

@@ -108,8 +108,8 @@ def run_steps(
     ) as progress:
         task = progress.add_task("warm-up", total=len(steps), completed=len(steps) - len(missing))
         progress.refresh()
-        if missing:
-            warm_up(systems, target, missing[0].prompt, **missing[0].decoding)
+        for first in {step.temperature: step for step in reversed(missing)}.values():
+            warm_up(systems, target, first.prompt, **first.decoding)
         for turn, step in enumerate(missing):
             progress.update(task, description=step.set, refresh=True)
             log[step] = visit(step, systems, target, turn=turn * step.repeats)

@@ -73,7 +73,7 @@ def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:
         image("accepted_length", temperature),
         "Rounds by accepted drafts, all sets:",
         markdown_table(
-            ["system", "prompts", "rounds", "drafts a round", *map(str, range(longest))],
+            ["system", "prompts", "rounds", "accepted drafts", *map(str, range(longest))],
             [
                 [row["system"], row["prompts"], row["rounds"], f"{row['accepted_drafts']:.3f}", *row["histogram"]]
                 + [""] * (longest - len(row["histogram"]))

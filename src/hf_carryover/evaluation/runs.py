@@ -62,7 +62,7 @@ def systems_for(
 
 
 def drafting(name: str, drafter: CarryoverDrafterModel, **settings: Any) -> System:
-    """Generation with a drafter of ours; it hands over all drafts, or as many as its user allows."""
+    """Generation with a drafter of ours; unless told otherwise, it hands over all drafts, or those its user allows."""
     allowed = None if drafter.draft_length == AUTO else drafter.draft_length
     return System(name, {"assistant_model": drafter}, drafter, **({"draft_length": allowed} | settings))
 

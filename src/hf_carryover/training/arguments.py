@@ -1,5 +1,6 @@
 """How is a drafter trained? Everything that can be set, each once, with its help."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +77,9 @@ class CarryoverTrainingArguments(TrainingArguments):
         for is_wrong, sentence in (
             (self.validation_every < 2, f"`validation_every` must be at least 2, got {self.validation_every}."),
             (not self.gamma > 0, f"`gamma` must be positive, got {self.gamma}."),
-            (self.fsdp, "`fsdp` must be left out: the loss reads heads and carry embedding outside the forward "
-                        "pass, where FSDP has them in shards. A drafter is small; use several processes."),
+            (self.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true",
+             "`fsdp` must be left out: the loss reads heads and carry embedding outside the drafter's forward pass, "
+             "where FSDP has them in shards. A drafter is small; use several processes."),
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(sentence)

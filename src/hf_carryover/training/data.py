@@ -213,6 +213,8 @@ def most_used_tokens(examples: Sequence[Example], count: int, *, always: Sequenc
 
     ``always`` (end of turn) comes first; ties go to the smaller id, and tokens never seen fill up from id 0.
     """
+    if count < 1:
+        raise ValueError(f"A draft vocabulary must have at least 1 token, got {count}.")
     seen = Counter(token for example in examples for token in example.answer_ids)
     by_use = sorted(seen, key=lambda token: (-seen[token], token))
     chosen = list(dict.fromkeys([*always, *by_use, *range(count)]))[:count]

@@ -1,5 +1,6 @@
 """How does a training stop and go on? Ctrl-C saves, and only whole checkpoints count."""
 
+import errno
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETE = "complete"  # the name of a checkpoint's mark
 
 
@@ -20,14 +22,17 @@ def last_checkpoint(out: Path) -> str | None:
 
 @contextmanager
 def saving(out: Path) -> Iterator[None]:
-    """What goes wrong in writing becomes an OSError that says what to do; safetensors and torch raise their own.
+    """A write for which there is no room becomes an OSError that says what to do; safetensors and torch differ there.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written.
+        OSError: The disk is full.
     """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        has_room = isinstance(error, OSError) and error.errno not in FULL
+        if has_room or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error)):
+            raise
         kept = last_checkpoint(out) or "the start, for none is whole"
         raise OSError(f"Expected room to save in {out}, got: {error}. Make room and run the same command again; it "
                       f"goes on from {kept}.") from error  # fmt: skip

@@ -97,7 +97,8 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         with saving(out):
             if adapter is not None:
                 adapter.save_pretrained(out / ADAPTER)
-                drafter = adapter.merge_and_unload()
+        drafter = drafter if adapter is None else adapter.merge_and_unload()
+        with saving(out):
             drafter.save_pretrained(out)
             unfinished = out / f"{RECORD}.unfinished"
             unfinished.write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
