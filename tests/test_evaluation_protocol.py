@@ -232,7 +232,7 @@ def test_report_says_what_a_number_is_worth_nothing_without(tmp_path, models, th
     assert found["versions"].keys() == {"python", "hf-carryover", "torch", "transformers"}
     assert found["prompts"][0]["runs"]["carry-on"][0]["new_tokens"] == 4
     assert found["models"].keys() == {"target", "drafter"}
-    assert found["exactness"] == {"texts": 2 * 5 + 3, "differences": [], "passed": True}
+    assert found["exactness"] == {"texts": 2 * 3 + 5, "differences": [], "passed": True}
 
 
 def test_text_that_is_not_the_targets_own_fails(tmp_path, models, three_prompts, monkeypatch):

@@ -50,12 +50,13 @@ def systems_for(
     systems = [System("plain", {}), System("lookup", {"prompt_lookup_num_tokens": LOOKUP_TOKENS})]
     has_positions = "position_ids" in signature(target.forward).parameters
     if not drafter.config.sample_from_anchor and drafter.markov_head is None and has_positions:
-        systems.append(System("library-dflash", {"assistant_model": drafter, "speculation_type": "dflash"}))
+        options = {"assistant_model": drafter, "speculation_type": "dflash"}
+        systems.append(System("library-dflash", options, timed_only=True))  # its drafts are those of carry-off
     systems.append(drafting("carry-off", drafter))
     systems.append(drafting("carry-on", drafter, carry=True))
     if control is not None:
         systems.append(drafting("control", control))
-    systems.append(drafting("carry-auto", drafter, carry=True, draft_length=AUTO))
+    systems.append(drafting("carry-auto", drafter, carry=True, draft_length=AUTO, timed_only=True))
     for length in sorted({length for length in draft_lengths if length < longest_draft(drafter)}):
         systems.append(drafting(f"carry-{length}", drafter, carry=True, draft_length=length, timed_only=True))
     return systems

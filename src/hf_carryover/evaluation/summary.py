@@ -17,8 +17,8 @@ def summarize(visits: Sequence[Visit]) -> dict[str, Any]:
     """The numbers: ``results`` is the short list that cards read, the other lists hold the details behind it.
 
     Each list has objects with ``set`` (`all` is the pooled one) and ``temperature``. Accepted lengths come from every
-    prompt's first run (fixed draft lengths: from every timed one's), times from the timed prompts. ``prompts`` holds
-    every run, without its text.
+    prompt's first run (of systems that are there for their speed: from every timed one's), times from the timed
+    prompts. ``prompts`` holds every run, without its text.
     """
     summary: dict[str, Any] = {name: [] for name in ("results", "acceptance", "differences", "matched", "speed")}
     for temperature in dict.fromkeys(visit.temperature for visit in visits):
