@@ -78,6 +78,14 @@ def test_convert_reads_a_public_drafter_and_writes_one(tmp_path, monkeypatch):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("auto", torch.float32)])
+def test_convert_writes_what_it_is_told_to(name, dtype, tiny, tmp_path):
+    result = RUN.invoke(cli.app, ["convert", tiny, str(tmp_path / "out"), "--dtype", name])
+
+    assert result.exit_code == 0, result.output
+    assert load_file(tmp_path / "out" / "model.safetensors")["fc.weight"].dtype == dtype
+
+
 def test_convert_makes_a_draft_vocabulary_of_the_answers(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "load_target", lambda name, dtype: (make_target(), Letters()))
     rows = [{"prompt_ids": [1, 2], "answer_ids": [9, 9, 9, 40]}, {"prompt_ids": [1], "answer_ids": [9, 40, 7, 8]}]

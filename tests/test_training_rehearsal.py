@@ -240,3 +240,15 @@ def test_anchors_lie_in_the_answer_with_a_token_after_them():
     assert items[1]["anchors"].tolist() == [*range(5, 13), *[NO_ANCHOR] * 12]
     assert set(items[0]["anchors"].tolist()) < set(range(5, 13))
     assert collate(items[:1])["ends"].tolist() == [14]
+
+
+def test_the_size_of_features_is_not_the_first_tokens(monkeypatch):
+    """Many models have a first token whose features are hundreds of times larger (SmolLM2: rms 4,000 beside 6)."""
+    features = torch.ones(2, 9, 96) * torch.tensor([2.0, 3.0, 5.0]).repeat_interleave(32)
+    features[:, 0] *= 1000
+    monkeypatch.setattr(Rehearsal, "read", lambda *_: Reading(features, features, None))
+    texts = Texts(torch.zeros(2, 9, dtype=torch.long), torch.tensor([9, 7]))
+
+    found = Rehearsal(make_drafter(target_layer_ids=[0, 1, 2]), make_target()).layer_rms(texts)
+
+    assert found.tolist() == [2.0] * 32 + [3.0] * 32 + [5.0] * 32

@@ -15,6 +15,7 @@ from hf_carryover.evaluation import EvaluationArguments
 from hf_carryover.training import DataArguments
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -241,16 +242,20 @@ def convert(
         int | None, typer.Option(help="Propose only the so many tokens that the answers in --prompts use most.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="The target's answers (JSONL), as `data` makes them.")] = None,
-    dtype: DtypeOption = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="What the drafter is written in: fp32, bf16, or auto: as it was.")
+    ] = "auto",
 ) -> None:
     """Turn a public drafter into one of ours, or ours into a folder that other engines read."""
     from hf_carryover.conversion import convert_drafter
 
-    model, tokenizer = (None, None) if target is None else load_model(target, dtype)
-    ids = None
+    model, tokenizer = (None, None) if target is None else load_model(target, "auto")
+    ids, kind = None, torch_dtype(dtype)
     if draft_vocab is not None or prompts is not None:
         ids = answer_tokens(draft_vocab, prompts, model, tokenizer)
-    drafter = convert_drafter(source, out, to=to, target=model, token_ids=ids)
+    drafter = convert_drafter(
+        source, out, to=to, target=model, token_ids=ids, dtype=None if isinstance(kind, str) else kind
+    )
     carries = ", with its carry embedding" if drafter.carry_embedding.any() else ""
     console.print(f"The drafter is in {out} ({to}{carries}).")
 
@@ -283,19 +288,24 @@ def answer_tokens(
 
 def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load a target, with a word about it."""
-    import torch
-
     from hf_carryover.targets import load_target
 
-    dtypes: dict[str, torch.dtype | str] = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
-    if dtype not in dtypes:
-        raise ValueError(f"Expected `--dtype` auto, fp32 or bf16, got {dtype!r}; choose one of them.")
-    started = time.perf_counter()
+    kind, started = torch_dtype(dtype), time.perf_counter()
     with notes.status(f"Loading {name} (it is unpacked or downloaded the first time) ..."):
-        model, tokenizer = load_target(name, dtype=dtypes[dtype])
-    kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
-    notes.print(f"[dim]{name}: {kind}, loaded in {time.perf_counter() - started:.1f} s[/dim]")
+        model, tokenizer = load_target(name, dtype=kind)
+    place = f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    notes.print(f"[dim]{name}: {place}, loaded in {time.perf_counter() - started:.1f} s[/dim]")
     return model, tokenizer
+
+
+def torch_dtype(name: str) -> "torch.dtype | str":
+    """A number type by its short name; ``auto`` stays a word."""
+    import torch
+
+    dtypes: dict[str, torch.dtype | str] = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
+    if name not in dtypes:
+        raise ValueError(f"Expected `--dtype` auto, fp32 or bf16, got {name!r}; choose one of them.")
+    return dtypes[name]
 
 
 def load_assistant(source: str | Path | None, model: "PreTrainedModel") -> "CarryoverDrafterModel | None":

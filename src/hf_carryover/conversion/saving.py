@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ def convert_drafter(
     to: str = "carryover",
     target: PreTrainedModel | None = None,
     token_ids: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> CarryoverDrafterModel:
     """Read a drafter of any known format and write it in another.
 
@@ -39,6 +41,7 @@ def convert_drafter(
             ``carryover.safetensors``, beside its folded form ``fc(E)``.
         target: The model that the drafter is for. Needed where a format holds parts of it.
         token_ids: The only tokens that it shall propose, as for `restrict_vocabulary`; None: those that it does.
+        dtype: What it is written in; None: as it was.
 
     Returns:
         The drafter, as it was written.
@@ -51,7 +54,7 @@ def convert_drafter(
     if to not in FORMATS:
         raise ValueError(f"Expected a format among {', '.join(FORMATS)}, got {to!r}; choose one of them.")
     refuse_existing(out)
-    drafter = load_drafter(source, target=target)
+    drafter = load_drafter(source, target=target, dtype=dtype)
     drafter = drafter if token_ids is None else restrict_vocabulary(drafter, token_ids)
     with new_folder(out) as folder:
         if to == "carryover":

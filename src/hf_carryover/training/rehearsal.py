@@ -44,9 +44,12 @@ class Rehearsal:
         return Reading(features, outputs.last_hidden_state, outputs.cache)
 
     def layer_rms(self, texts: Texts) -> Tensor:
-        """Root mean square of each target layer's features, repeated over its width, ``[F]``."""
+        """Root mean square of each target layer's features, repeated over its width, ``[F]``: the median over rows.
+
+        A mean would be the first token's alone, whose features are a hundred times larger in many models.
+        """
         rows, width = self.read(texts).features[texts.mask].float(), self.drafter.config.hidden_size  # [rows, F]
-        return rows.view(len(rows), -1, width).square().mean(dim=(0, 2)).sqrt().repeat_interleave(width)
+        return rows.view(len(rows), -1, width).square().mean(-1).sqrt().median(0).values.repeat_interleave(width)
 
     def draft(
         self,
