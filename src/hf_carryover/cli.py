@@ -15,7 +15,6 @@ from hf_carryover.evaluation import EvaluationArguments
 from hf_carryover.training import DataArguments
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -250,12 +249,10 @@ def convert(
     from hf_carryover.conversion import convert_drafter
 
     model, tokenizer = (None, None) if target is None else load_model(target, "auto")
-    ids, kind = None, torch_dtype(dtype)
+    ids, kind = None, None if dtype == "auto" else torch_dtype(dtype)
     if draft_vocab is not None or prompts is not None:
         ids = answer_tokens(draft_vocab, prompts, model, tokenizer)
-    drafter = convert_drafter(
-        source, out, to=to, target=model, token_ids=ids, dtype=None if isinstance(kind, str) else kind
-    )
+    drafter = convert_drafter(source, out, to=to, target=model, token_ids=ids, dtype=kind)
     carries = ", with its carry embedding" if drafter.carry_embedding.any() else ""
     console.print(f"The drafter is in {out} ({to}{carries}).")
 
@@ -298,11 +295,11 @@ def load_model(name: str, dtype: str) -> tuple["PreTrainedModel", "PreTrainedTok
     return model, tokenizer
 
 
-def torch_dtype(name: str) -> "torch.dtype | str":
+def torch_dtype(name: str) -> Any:
     """A number type by its short name; ``auto`` stays a word."""
     import torch
 
-    dtypes: dict[str, torch.dtype | str] = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
     if name not in dtypes:
         raise ValueError(f"Expected `--dtype` auto, fp32 or bf16, got {name!r}; choose one of them.")
     return dtypes[name]
