@@ -25,7 +25,7 @@ PRIOR_ROUNDS, DECAY = 4.0, 0.97
 # its last one is good: a machine that was busy once must not be believed for ever.
 KEPT, NEEDED, FRESH = 9, 2, 256
 # Plain rounds before drafting is tried again; doubled after each try that does not pay.
-FIRST_WAIT, LONGEST_WAIT = 16, 256
+FIRST_WAIT, LONGEST_WAIT = 32, 256
 
 
 def best_draft_length(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
