@@ -153,3 +153,23 @@ def test_a_call_that_fails_leaves_no_memory():
 
     assert drafter not in MEMORIES.get(cache, {})
     assert not target._forward_hooks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [3, 40], ids=["a-shorter-text", "a-longer-text"])
+def test_another_call_on_the_same_target_meanwhile_leaves_the_memory_alone(length):
+    """sgl-project/sglang#36548: as from another thread; its passes run between our last one and our end."""
+    target, drafter, cache = make_target(), make_drafter(), DynamicCache()
+
+    class Meanwhile(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            plain(target, input_ids=prompt(length, seed=8), assistant_model=make_drafter(seed=4), max_new_tokens=6)
+            return torch.zeros(1, dtype=torch.bool)
+
+    text = turn(
+        target, cache, prompt(9), assistant_model=drafter, max_new_tokens=12,
+        stopping_criteria=StoppingCriteriaList([Meanwhile()]),
+    )  # fmt: skip
+
+    assert torch.equal(text, plain(target, input_ids=prompt(9), max_new_tokens=12))
+    check(target, drafter, cache, text)
