@@ -85,7 +85,8 @@ def remember(memory: CarryoverCache, *, of: nn.Module, cache: Cache, drafter: An
     seen: dict[str, Any] = {}
 
     def see(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
-        if cache is kwargs.get("cache"):  # a target that other calls use meanwhile makes their passes, too
+        is_ours = kwargs.get("cache") is cache  # a target that other calls use meanwhile makes their passes, too
+        if is_ours:
             seen.update(kwargs | {"states": output.hidden_states, "length": cache.get_seq_length()})
 
     hook = of.register_forward_hook(see, with_kwargs=True)
