@@ -134,6 +134,7 @@ def test_fewer_texts_than_a_batch_still_make_one():
 
 
 def test_a_draft_vocabulary_holds_the_most_used_tokens_and_the_end_of_turn():
+    """sgl-project/SpecForge#76, vllm-project/speculators#1081: a vocabulary larger than the tokens seen."""
     examples = [Example([9, 9, 9], [4, 4, 4, 5, 5, 6]), Example([1], [4, 7])]
 
     chosen, covered = most_used_tokens(examples, 3, always=[2])

@@ -68,6 +68,27 @@ def test_blocks_and_padding_do_not_see_each_other(rehearsal):
 
 
 @torch.no_grad()
+def test_a_block_can_carry_its_anchors_own_row(rehearsal):
+    texts = texts_of(random_text(20), random_text(14, seed=1))
+    reading, anchors = rehearsal.read(texts), torch.tensor([[9, 10, NO_ANCHOR], [5, 6, 11]])
+    rehearsal.drafter.carry_embedding.normal_()
+
+    own = rehearsal.own_rows(reading, anchors)
+    before = blocks(rehearsal, texts, reading, anchors, own)
+    changed = reading.features.clone()
+    changed[0, 10] += 1
+    moved = Reading(changed, reading.last_hidden, reading.cache)
+    after = blocks(rehearsal, texts, moved, anchors, rehearsal.own_rows(moved, anchors))
+
+    assert own.positions[..., 0].tolist() == [[9, 10, 0], [5, 6, 11]]
+    assert own.is_rejected[..., 0].tolist() == [[True, True, False], [True, True, True]]
+    assert torch.equal(own.features[1, 2, 0], reading.features[1, 11])
+    assert torch.equal(after[0, 0], before[0, 0])  # row 10 is neither before nor at its anchor
+    assert not torch.allclose(after[0, 1], before[0, 1])
+    assert not torch.allclose(before[0, 1], blocks(rehearsal, texts, reading, anchors)[0, 1])
+
+
+@torch.no_grad()
 def test_a_second_draft_sees_its_own_rejected_rows_and_no_others(rehearsal):
     texts = texts_of(random_text(24))
     reading, anchors = rehearsal.read(texts), torch.tensor([[9, 10, 15]])

@@ -15,6 +15,7 @@ from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, 
 from hf_carryover.training.data import AnchoredTexts, Draw, collate
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
 from hf_carryover.training.masks import Texts
+from hf_carryover.training.rehearsal import Rehearsal
 from tests.fakes import make_drafter, make_target, plain, prompt
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +98,24 @@ def test_a_batch_without_anchors_is_harmless(target, examples, tmp_path):
 
     assert loss == 0
     assert all(gradient.abs().max() == 0 for gradient in found.values())
+
+
+@pytest.mark.parametrize("stage", ["carryover", "control"])
+def test_the_first_steps_are_a_curriculum(stage, target, examples, tmp_path, monkeypatch):
+    carried = []
+    draft = Rehearsal.draft
+
+    def watched(self, texts, reading, anchors, rejected=None, *, forward=None):
+        if forward is not None:
+            carried.append(0 if rejected is None else rejected.is_rejected.shape[2])
+        return draft(self, texts, reading, anchors, rejected, forward=forward)
+
+    monkeypatch.setattr(Rehearsal, "draft", watched)
+    drafter = make_drafter()
+    trainer = trainer_of(drafter, target, examples, tmp_path, stage=stage, curriculum_steps=2, max_steps=4)
+    trainer.train()
+
+    assert carried == ([1, 1, 4, 4] if stage == "carryover" else [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("stage", ["baseline", "carryover", "control"])

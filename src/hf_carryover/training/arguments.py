@@ -36,6 +36,9 @@ class CarryoverTrainingArguments(TrainingArguments):
     matrix_optimizer: str = _setting("muon", "muon for matrices (AdamW for the rest), or adamw for all.")
     carry_scale: float = _setting(0.3, "First size of the carry embedding, in units of each target layer's rms.")
     carry_learning_rate: float = _setting(0.003, "The carry embedding's learning rate, in the same units.")
+    curriculum_steps: int = _setting(
+        0, "First steps in which a block carries its anchor's own row, to learn what rows say about the next token."
+    )
     validation_every: int = _setting(50, "Every how manieth text is kept out of training, to validate with.")
     validation_texts: int = _setting(32, "Texts that the validation loss is taken on.")
     validation_prompts: int = _setting(4, "Prompts that validation generates on, by real rounds.")

@@ -153,6 +153,15 @@ class Rehearsal:
         rows = torch.cat([outputs.hidden_states[i] for i in layers], dim=-1).view(*drafts.shape, -1)
         return Rejected(rows, positions, is_rejected=slots >= num_accepted[..., None])
 
+    def own_rows(self, reading: Reading, anchors: Tensor) -> Rejected:
+        """The anchors' own rows as if they were rejected ones, ``[N, M, 1, F]``: what a right guess would carry.
+
+        It knows what the target finds likely next after the right token; a rejected row, after a wrong one.
+        """
+        places = anchors.clamp(min=0)[..., None]  # [N, M, 1]
+        rows = reading.features.gather(1, places.expand(-1, -1, reading.features.shape[-1]))  # [N, M, F]
+        return Rejected(rows[:, :, None], places, is_rejected=(anchors >= 0)[..., None])
+
     @torch.no_grad()
     def attention_mass(self, texts: Texts, reading: Reading, anchors: Tensor, rejected: Rejected) -> float:
         """Share of attention probability on rejected rows: mean over layers, heads and slots of blocks that have some.

@@ -194,8 +194,7 @@ class CarryoverTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The library's line, with means over the steps since the last one, and the seconds of all calls."""
         if not self._started:
-            earlier = [line["seconds"] for line in self.state.log_history if "seconds" in line]
-            self._started = self._began - max(earlier, default=0.0)
+            self._started = self._began - max((line.get("seconds", 0.0) for line in self.state.log_history), default=0)
         logs["seconds"] = round(perf_counter() - self._started, 1)
         if "loss" in logs:
             logs |= {name: round(fmean(found), 5) for name, found in self._seen.items() if name != "loss"}
@@ -211,12 +210,13 @@ class CarryoverTrainer(Trainer):
     @torch.no_grad()
     def _first_round(self, texts: Texts, reading: Reading, anchors: Tensor) -> tuple[Tensor, Rejected | None]:
         """The anchors after a round, and its rejected rows, for which the control needs no pass of the target."""
-        drafts = self.rehearsal.propose(texts, anchors, self.rehearsal.draft(texts, reading, anchors))
-        num_accepted = self.rehearsal.accept(texts, anchors, drafts)
-        following = self.rehearsal.next_anchors(texts, anchors, num_accepted)
-        if self.args.stage == "control":
-            return following, None
-        return following, self.rehearsal.verify(texts, reading, anchors, drafts, num_accepted)
+        rehearsal, carries = self.rehearsal, self.args.stage == "carryover"
+        if self.state.global_step < self.args.curriculum_steps and rehearsal.drafter.training:
+            return anchors, rehearsal.own_rows(reading, anchors) if carries else None
+        drafts = rehearsal.propose(texts, anchors, rehearsal.draft(texts, reading, anchors))
+        num_accepted = rehearsal.accept(texts, anchors, drafts)
+        rejected = rehearsal.verify(texts, reading, anchors, drafts, num_accepted) if carries else None
+        return rehearsal.next_anchors(texts, anchors, num_accepted), rejected
 
     @torch.no_grad()
     def _note(
@@ -240,7 +240,7 @@ class CarryoverTrainer(Trainer):
             self._seen["attention_mass"].append(self.rehearsal.attention_mass(texts, reading, anchors, carried))
 
     def _accepted_length(self, *, carry: bool) -> float:
-        prompts = [example.prompt_ids for example in self.validation[: self.args.validation_prompts]]
+        prompts = [text.prompt_ids for text in self.validation[: self.args.validation_prompts]]
         return self.rehearsal.accepted_length(prompts, carry=carry, max_new_tokens=self.args.validation_tokens)
 
     @torch.no_grad()
