@@ -77,10 +77,13 @@ def recall(cache: Cache, drafter: nn.Module) -> CarryoverCache:
 
 
 @contextmanager
-def remember(memory: CarryoverCache, *, of: nn.Module, cache: Cache, drafter: Any) -> Iterator[None]:
+def remember(
+    memory: CarryoverCache, *, of: nn.Module, cache: Cache, drafter: Any, mask: Tensor | None
+) -> Iterator[None]:
     """For one call: watch the target's passes, and put the memory back with the rows of the last one.
 
-    No round gathers these, because none follows; of them stay what the target's ``cache`` keeps in the end.
+    No round gathers these, because none follows; of them stay what the target's ``cache`` keeps in the end, and of the
+    prompt what its ``mask`` ``[1, T]`` says is text. Passes see that mask in other shapes (static caches).
     """
     seen: dict[str, Any] = {}
 
@@ -98,9 +101,10 @@ def remember(memory: CarryoverCache, *, of: nn.Module, cache: Cache, drafter: An
     features = torch.cat(states, dim=-1)  # [1, S, F]
     num_rows, length = features.shape[1], int(seen["length"])
     kept = torch.arange(length - num_rows, length) < int(cache.get_seq_length())  # [S]
-    mask, positions = seen.get("attention_mask"), seen.get("position_ids")
-    if mask is not None and mask.dim() == 2:  # padding and holes are no text
-        kept &= mask[0, length - num_rows : length].bool().cpu()
+    if mask is not None:  # padding and holes are no text
+        in_prompt = mask[0, length - num_rows : length].bool().cpu()
+        kept[: len(in_prompt)] &= in_prompt
+    positions = seen.get("position_ids")
     positions = torch.arange(length - num_rows, length)[None] if positions is None else positions
     memory.postpone(features[:, kept], positions[:, kept].to(features.device))
     MEMORIES.setdefault(cache, WeakKeyDictionary())[drafter] = memory

@@ -79,7 +79,8 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
             # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
             kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
-            with remember(memory, of=self, cache=kwargs["cache"], drafter=drafter):
+            mask = kwargs.get("attention_mask")
+            with remember(memory, of=self, cache=kwargs["cache"], drafter=drafter, mask=mask):
                 return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
         except ValueError as error:
             lossy = "cache that can be cropped" in str(error)  # the library's own sentence
