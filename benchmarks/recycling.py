@@ -1,21 +1,24 @@
-"""What does recycling cost a round? Rounds with carry on and off, in turn, at the same scripted accepted counts.
+"""What does recycling cost a round, and what the library's own DFlash round? In turn, at the same accepted counts.
 
     python benchmarks/recycling.py [--rounds 200]
 
-The drafter of random weights is as large as a trained one; its proposals are overwritten so that both variants accept
-the same drafts. Prints the median of the ratios of paired rounds, with a bootstrap interval. Nothing else may run
-meanwhile.
+The drafter of random weights is as large as a trained one; its proposals are overwritten so that all variants (carry
+on, carry off, Transformers' DFlash generator) accept the same drafts. Prints medians of the ratios of paired rounds,
+with bootstrap intervals. Nothing else may run meanwhile.
 """
 
 import argparse
 import time
 
+import numpy as np
 import torch
 from exactness import random_drafter
 from transformers import DynamicCache, LogitsProcessorList
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from hf_carryover import CarryoverCandidateGenerator, load_target
 from hf_carryover.demo import encode
+from hf_carryover.evaluation.acceptance import bootstrap_interval
 
 # Three layers, eight slots, five feature layers: as large as a drafter that one would train for SmolLM2.
 STARTER_SIZES = {
@@ -24,18 +27,23 @@ STARTER_SIZES = {
     "intermediate_size": 1536,
     "target_layer_ids": [1, 8, 14, 21, 27],
 }
+KINDS = ["carry on", "carry off", "library"]
 PROMPT = "Tell me a long story about a lighthouse keeper and a whale."
 
 
 class Variant:
     """One generation, advanced a round at a time with a given number of accepted drafts."""
 
-    def __init__(self, target, drafter, prompt, truth, *, carry):
-        drafter.carry_enabled = carry
+    def __init__(self, target, drafter, prompt, truth, *, kind):
+        drafter.carry_enabled = kind == "carry on"
         config, _ = target._prepare_generation_config(None, do_sample=False, max_length=truth.shape[1])
-        self.generator = CarryoverCandidateGenerator(
-            drafter, target, generation_config=config, logits_processor=LogitsProcessorList()
-        )
+        if kind == "library":
+            heads = target.get_input_embeddings(), target.get_output_embeddings()
+            self.generator = DFlashTokenCandidateGenerator(drafter, *heads, generation_config=config)
+        else:
+            self.generator = CarryoverCandidateGenerator(
+                drafter, target, generation_config=config, logits_processor=LogitsProcessorList()
+            )
         self.target, self.truth, self.length, self.num_matches = target, truth, prompt.shape[1] + 1, 0
         self.cache = DynamicCache(config=target.config)
         self.outputs = self.verify(prompt)
@@ -79,23 +87,22 @@ def main() -> None:
     drafter = random_drafter(target, sample_from_anchor=False, **STARTER_SIZES)
     prompt = encode(tokenizer, PROMPT, target.device)["input_ids"]
     counts = [0, 1, 0, 2, 1, 0, 3, 0]
-    ratios = []
+    seconds = []
     with torch.no_grad():
         truth = target.generate(prompt, do_sample=False, max_new_tokens=96, eos_token_id=-1, pad_token_id=2)
-        while len(ratios) < args.rounds:
-            variants = [Variant(target, drafter, prompt, truth, carry=carry) for carry in (False, True)]
+        while len(seconds) < args.rounds:
+            variants = {kind: Variant(target, drafter, prompt, truth, kind=kind) for kind in KINDS}
             for step in range(40):
-                order = (0, 1) if step % 2 else (1, 0)
-                seconds = [0.0, 0.0]
-                for which in order:
-                    seconds[which] = variants[which].round(counts[step % len(counts)])
-                if step > 1 and variants[0].length + 10 < truth.shape[1]:
-                    ratios.append(seconds[1] / seconds[0])
-            print(f"{len(ratios)} paired rounds, median ratio {torch.tensor(ratios).median():.4f}", flush=True)
-    values = torch.tensor(ratios, dtype=torch.float64)
-    resampled = values[torch.randint(len(values), (2000, len(values)), generator=torch.Generator().manual_seed(0))]
-    low, high = resampled.median(dim=1).values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    print(f"A round with carry on takes {values.median():.4f} of one with carry off (95 %: {low:.4f} to {high:.4f}).")
+                turn = KINDS[step % 3 :] + KINDS[: step % 3]
+                taken = {kind: variants[kind].round(counts[step % len(counts)]) for kind in turn}
+                if step > 1 and variants["library"].length + 10 < truth.shape[1]:
+                    seconds.append([taken[kind] for kind in KINDS])
+            print(f"{len(seconds)} rounds of each", flush=True)
+    rows = np.array(seconds)  # [rounds, 3]: carry on, carry off, library
+    for name, one, other in (("carry on to carry off", 0, 1), ("carry off to the library's DFlash", 1, 2)):
+        ratios = rows[:, [one]] / rows[:, [other]]
+        low, high = bootstrap_interval(ratios, lambda drawn: np.median(drawn[..., 0], axis=-1))
+        print(f"Seconds of a round, {name}: {np.median(ratios):.4f} (95 %: {low:.4f} to {high:.4f}).")
 
 
 if __name__ == "__main__":
