@@ -46,7 +46,7 @@ def test_demo_runs_with_a_drafter(tiny):
 
 
 def test_demo_without_a_drafter_says_so(tiny, monkeypatch):
-    monkeypatch.setattr("hf_carryover.demo.default_drafter", lambda: None)
+    monkeypatch.setattr("hf_carryover.demo.default_drafter", lambda target: None)
 
     result = RUN.invoke(cli.app, ["demo", "--max-new-tokens", "8"])
 
@@ -251,7 +251,7 @@ def test_the_installed_command_starts():
 @pytest.mark.slow
 def test_the_demo_runs_on_the_embedded_target(smollm2, monkeypatch):
     monkeypatch.setattr(targets, "load_target", lambda name, dtype: smollm2)
-    monkeypatch.setattr("hf_carryover.demo.default_drafter", lambda: None)
+    monkeypatch.setattr("hf_carryover.demo.default_drafter", lambda target: None)
 
     result = RUN.invoke(cli.app, ["demo", "--max-new-tokens", "6"])
 

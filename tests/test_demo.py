@@ -130,16 +130,13 @@ def test_a_prompt_is_put_under_the_chat_template_unless_raw():
     assert encode(Chatty(), "hi", torch.device("cpu"), raw=True)["input_ids"].shape == (1, 2)
 
 
-def test_the_default_drafter_is_the_first_folder_beside_the_code(tmp_path, monkeypatch):
+def test_the_default_drafter_is_the_first_in_model_cards_and_for_the_embedded_target_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "checkout" / "src" / "hf_carryover" / "demo.py"))
-    assert demo.default_drafter() is None
+    assert demo.default_drafter("smollm2") is None
 
-    starter = tmp_path / "shared" / "starter"
-    starter.mkdir(parents=True)
-    (starter / "config.json").touch()
-    assert demo.default_drafter() == starter
-
-    card = tmp_path / "checkout" / "model_cards" / "a-drafter"
-    card.mkdir(parents=True)
-    (card / "config.json").touch()
-    assert demo.default_drafter() == card
+    for name in ("b-drafter", "a-drafter"):
+        card = tmp_path / "checkout" / "model_cards" / name
+        card.mkdir(parents=True)
+        (card / "config.json").touch()
+    assert demo.default_drafter("smollm2") == card
+    assert demo.default_drafter("someone/else") is None  # it would not fit

@@ -198,6 +198,7 @@ def test_wrong_timings_and_priors_are_told(pair, timings, prior, sentence):
 
 
 def test_a_useless_drafter_is_tried_again_ever_more_rarely():
+    """z-lab/dflash#152, antirez/ds4#676: few accepted drafts, slower than plain; here plain takes over."""
     choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
 
     lengths = run(choice, accepted=0, seconds=[1.0, 1.5, 1.8, 2.1, 2.4], rounds=250)

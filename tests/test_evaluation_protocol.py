@@ -1,3 +1,4 @@
+import io
 import json
 import sys
 
@@ -28,9 +29,9 @@ def three_prompts(tmp_path):
     return write_prompts(tmp_path / "three.jsonl", ["1 2 3", "4 5 6", "7 8 9"])
 
 
-def measure(models, sets, out, *, control=None, **changes):
+def measure(models, sets, out, *, control=None, console=None, **changes):
     arguments = EvaluationArguments(**(QUICK | changes))
-    return evaluate(*models, prompts=sets, out=out, control=control, arguments=arguments)
+    return evaluate(*models, prompts=sets, out=out, control=control, arguments=arguments, console=console)
 
 
 @pytest.fixture
@@ -141,7 +142,9 @@ def test_sets_that_fail_are_told_in_a_sentence_and_the_others_run(tmp_path, mode
         pooled,
     ]
 
-    summary = measure(models, sets, tmp_path / "out")
+    shown = io.StringIO()
+    console = Console(file=shown, width=10_000)
+    summary = measure(models, sets, tmp_path / "out", console=console)
 
     expected = {
         tmp_path / "none.jsonl": "found no .*none.jsonl; check the path",
@@ -157,6 +160,8 @@ def test_sets_that_fail_are_told_in_a_sentence_and_the_others_run(tmp_path, mode
             raise ValueError(summary["failed_sets"][str(path)])
     assert {row["set"] for row in summary["results"]} == {"three", "all"}
     assert problems(summary) == list(summary["failed_sets"].values())
+    told, _ = shown.getvalue().split("left", 1)  # the progress bar: before anything is measured
+    assert all(sentence in told for sentence in problems(summary))
     assert "**Not measured:** " + problems(summary)[0] in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -211,7 +211,11 @@ def test_drafters_are_those_of_model_cards_and_a_named_one(app, monkeypatch, tmp
     assert app.drafter_sources() == {"one": str(tmp_path / "model_cards" / "one")}
 
     monkeypatch.setenv("SPACE_DRAFTER", "someone/two")
-    assert next(iter(app.drafter_sources().items())) == ("two", "someone/two")
+    assert app.drafter_sources() == {"two": "someone/two", "one": str(tmp_path / "model_cards" / "one")}
+    assert next(iter(app.drafter_sources())) == "two"
+
+    monkeypatch.setenv("SPACE_TARGET", "someone/else")  # for which those of model_cards were not made
+    assert app.drafter_sources() == {"two": "someone/two"}
 
 
 IS_FROM_WHEEL = """

@@ -2,8 +2,8 @@
 
     python examples/space/app.py
 
-SPACE_TARGET names another target than the embedded SmolLM2, SPACE_DRAFTER a drafter (folder or Hub id) beside those in
-`model_cards/`.
+SPACE_DRAFTER names a drafter (folder or Hub id) beside those in `model_cards/`; SPACE_TARGET another target than the
+embedded SmolLM2, for which those in `model_cards/` were made: then only SPACE_DRAFTER's is offered.
 """
 
 import os
@@ -19,6 +19,7 @@ from torch import Tensor
 from view import Answer, as_plain_text, error, message, stage, verdict
 
 from hf_carryover import CarryoverDrafterModel, load_drafter, load_target, stream_tokens
+from hf_carryover.targets import TARGETS
 
 HERE = Path(__file__).parent
 MOST_PROMPT_TOKENS, MOST_TOKENS = 256, 256
@@ -51,6 +52,8 @@ def drafter_sources() -> dict[str, str]:
     found = {path.parent.name: str(path.parent) for path in sorted(cards.glob("*/config.json"))}
     named = os.environ.get("SPACE_DRAFTER")
     ours = {Path(named).name: named} if named else {}
+    if os.environ.get("SPACE_TARGET", "smollm2") not in TARGETS:
+        return ours
     return ours | {name: source for name, source in found.items() if name not in ours}
 
 

@@ -47,7 +47,7 @@ def demo(
     from hf_carryover.demo import default_drafter, run_demo
 
     model, tokenizer = load_model(target, dtype)
-    assistant = load_assistant(drafter or default_drafter(), model)
+    assistant = load_assistant(drafter or default_drafter(target), model)
     if not run_demo(model, tokenizer, assistant, max_new_tokens=max_new_tokens, console=console):
         raise typer.Exit(1)
 

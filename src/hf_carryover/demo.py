@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_carryover.acceptance import DraftStats
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.streaming import StreamedToken, TokenStreamer
+from hf_carryover.targets import TARGETS
 
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -176,8 +177,7 @@ def pass_seconds(target: PreTrainedModel, ids: Tensor, num_rows: int, *, repeats
     return sorted(times[1:])[repeats // 2]
 
 
-def default_drafter() -> Path | None:
-    """A drafter beside the code: in ``model_cards/``, else ``../shared/starter``."""
-    root = Path(__file__).parents[2]
-    folders = [*sorted((root / "model_cards").glob("*")), root.parent / "shared" / "starter"]
+def default_drafter(target: str) -> Path | None:
+    """The first drafter of the checkout's ``model_cards/``, which are for the embedded target; None beside others."""
+    folders = sorted((Path(__file__).parents[2] / "model_cards").glob("*")) if target in TARGETS else []
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)

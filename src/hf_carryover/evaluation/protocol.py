@@ -73,6 +73,8 @@ def evaluate(
         notes.append(
             "The carry embedding is zero: the drafter was not trained to read the rows that carry-on shows it."
         )
+    if failed and console is not None:  # now, not after an hour
+        console.print(f"Not measured: {' '.join(failed.values())}", style="red", markup=False)
     models = {"target": describe_model(target)}
     for name, model in drafters.items():
         models[name] = describe_model(model) | {"drafts_a_round": longest_draft(model)}
