@@ -322,13 +322,23 @@ def repeat_samples(case):
         torch.manual_seed(case.seed)
         if case.weights != "random":
             drafter.follow(ids, [0], first_position=position)
+        streamer = Recorder()
         try:
-            texts.append(plain(target, **inputs, **options, assistant_model=assistant))
+            texts.append(plain(target, **inputs, **options, assistant_model=assistant, streamer=streamer))
         except (ValueError, RuntimeError, IndexError) as error:
-            if assistant is None or REFUSAL in str(error):
+            if assistant is None or REFUSAL in str(error) or ends_dead(target, streamer.ids, options):
                 return f"skipped: {error}"
             raise
     return None if torch.equal(*texts[1:]) else "the same seed gave two texts"
+
+
+def ends_dead(target, text, options):
+    """Whether plain `generate` cannot go on after this text either: its processors leave no token there."""
+    try:
+        plain(target, input_ids=torch.tensor([text]), **(options | {"max_new_tokens": 1, "max_length": None}))
+    except (ValueError, RuntimeError, IndexError):
+        return True
+    return False
 
 
 def enumerate_samples(case):

@@ -1,7 +1,7 @@
 import pytest
 
 from tests import fuzz
-from tests.fakes import make_drafter, plain
+from tests.fakes import make_drafter, make_target, plain
 
 
 def test_two_seconds_of_fuzz_find_no_difference():
@@ -20,6 +20,18 @@ def test_seeds_that_once_differed_agree(seed):
     _, _, problem = fuzz.judge(seed)
 
     assert problem is None
+
+
+def test_a_text_that_no_token_may_follow_ends_plain_generation_too():
+    """Seed 408: seven tokens, no pair twice, and the library's TopH processor raises when all are banned."""
+    target, dead_end = make_target(vocab_size=3), [0, 0, 1, 0, 2, 0]
+    options = {"do_sample": True, "top_h": 0.6, "no_repeat_ngram_size": 2}
+
+    _, _, problem = fuzz.judge(408)
+
+    assert problem.startswith("skipped: Expected parameter logits")
+    assert fuzz.ends_dead(target, dead_end, options)
+    assert not fuzz.ends_dead(target, dead_end[:-1], options)
 
 
 def test_the_fuzz_reports_a_difference_with_its_seed_and_settings(monkeypatch, capsys):
