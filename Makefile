@@ -10,13 +10,13 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-carryover demo
 
 test: lint
-	$(BIN)/pytest -n auto -m "not all" --durations=10
+	$(BIN)/pytest -n auto --dist worksteal -m "not all" --durations=10
 
 test-fast: $(VENV)/.installed
-	$(BIN)/pytest -n auto -m "not slow and not all"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not all"
 
 test-all: lint $(ORACLE)/.installed
-	$(BIN)/pytest -n auto -m "not all" --durations=10
+	$(BIN)/pytest -n auto --dist worksteal -m "not all" --durations=10
 	$(ORACLE)/bin/pytest -m all
 
 lint: $(VENV)/.installed
