@@ -1,5 +1,7 @@
 """Make the four drafters of SmolLM2: two baselines, and Carryover and control from each.
 
+The Markov baseline starts where the DFlash one ended, after a stage that learns the first draft alone.
+
     python examples/make_drafters.py --data smollm2_selfchat.jsonl.gz --out runs
 
 The same call goes on where an interrupted one stopped. ``--share 0.01`` tries everything in a hundredth of the steps;
@@ -18,7 +20,8 @@ DRAFTERS = {
     "smollm2-dflash": None,
     "smollm2-dflash-carryover": "smollm2-dflash",
     "smollm2-dflash-control": "smollm2-dflash",
-    "smollm2-markov": "smollm2-dflash",
+    "smollm2-anchor": "smollm2-dflash",
+    "smollm2-markov": "smollm2-anchor",
     "smollm2-markov-carryover": "smollm2-markov",
     "smollm2-markov-control": "smollm2-markov",
 }

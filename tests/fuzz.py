@@ -185,7 +185,7 @@ def inputs_of(case, target):
     """Prompt, mask and positions; an oracle also needs the position of the first new token."""
     ids = prompt(case.prompt_length, seed=case.seed) % (case.vocab_size - 1)
     mask, inputs = torch.ones_like(ids), {"input_ids": ids}
-    # Eager attention takes its softmax in fp32: there float64's mask is -inf, and the target's own padded rows are NaN.
+    # Eager attention takes its softmax in fp32, where float64's mask is -inf: the target's own padded rows are NaN.
     if "padding" in case.inputs and "eager" not in case.inputs:
         mask[0, : min(case.inputs["padding"], ids.shape[1] - 1)] = 0
     if "hole" in case.inputs and ids.shape[1] > 4:

@@ -41,12 +41,13 @@ MOST_LINES = {
     "__init__": 40,
     "configuration_carryover": 150,
     "acceptance": 80,
-    "cache_carryover": 150,
+    "cache_carryover": 80,
     "modeling_carryover": 350,
     # 150 in issue 8: the choice, what it learns from, and timings on disk.
     "draft_length": 200,
-    "drafting": 235,
-    "decoding": 240,
+    "drafting": 245,
+    # 220 in STYLE.md: stops inside a block, and what would be misread is refused.
+    "decoding": 265,
     # 120 in STYLE.md: the checked, atomic unpacking and the names on the Hub take more.
     "targets": 160,
     "prompts": 120,

@@ -4,16 +4,16 @@ import gc
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import CompileConfig, DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_carryover import CarryoverCache
 from hf_carryover.cache_carryover import MEMORIES
-from tests.fakes import KINDS, make_drafter, make_target, plain, prompt
+from tests.fakes import KINDS, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
 
 def turn(target, cache, text, **options):
     """One turn: what the cache lacks of a text ``[1, T]``, with the whole text's mask."""
-    new = text[:, cache.get_seq_length() :]
+    new = text[:, int(cache.get_seq_length()) :]
     return plain(target, input_ids=new, attention_mask=torch.ones_like(text), cache=cache, **options)
 
 
@@ -36,7 +36,7 @@ def memory_afresh(target, drafter, text):
 def check(target, drafter, cache, text):
     """The memory of the cache is that of the text, row for row."""
     memory = MEMORIES[cache][drafter]
-    features, afresh = memory_afresh(target, drafter, text[:, : cache.get_seq_length()])
+    features, afresh = memory_afresh(target, drafter, text[:, : int(cache.get_seq_length())])
     kept = memory.num_committed
     assert bool(memory.layers) == (kept > 0)
     for i, layer in enumerate(memory.layers):
@@ -45,7 +45,7 @@ def check(target, drafter, cache, text):
     waiting = torch.cat([rows for rows, _ in memory.waiting], dim=1)
     torch.testing.assert_close(waiting, features[:, memory.num_committed :], rtol=1e-3, atol=1e-4)
     places = torch.cat([places for _, places in memory.waiting], dim=1)[0].tolist()
-    assert places == list(range(memory.num_committed, cache.get_seq_length()))
+    assert places == list(range(memory.num_committed, int(cache.get_seq_length())))
 
 
 @torch.no_grad()
@@ -66,6 +66,46 @@ def test_a_second_and_third_turn_go_on_from_the_memory(kind, num_new):
         if num_new > 1:
             check(target, drafter, cache, text)
         text = torch.cat([text, prompt(4, seed=seed)], dim=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_static_cache_keeps_its_memory_over_turns_also_when_passes_are_compiled(is_compiled):
+    """Its length is a tensor that later passes change, and a compiled pass runs no hook that came later."""
+    target, drafter = make_target(), make_drafter()
+    cache, text = StaticCache(config=target.config, max_cache_len=128), prompt(9)
+    compiling = CompileConfig(backend="eager", mode=None)
+    compiling._compile_all_devices = is_compiled
+
+    for seed in range(3):
+        seen = int(cache.get_seq_length())
+        answer = turn(target, cache, text, assistant_model=drafter, max_new_tokens=6, compile_config=compiling)
+        text = whole(text, cache, answer, seen)
+
+        check(target, drafter, cache, text)
+        text = torch.cat([text, prompt(4, seed=seed)], dim=1)
+
+    assert hasattr(target, "_compiled_call") == is_compiled
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("offset", range(1, 7))
+def test_a_turn_that_end_of_text_ends_inside_a_block_leaves_the_right_memory(offset):
+    """The usual end of a turn."""
+    target, drafter, cache, text = make_target(), make_drafter(cls=ScriptedDrafter), DynamicCache(), prompt(9)
+    truth = plain(target, input_ids=text, max_new_tokens=12)
+    drafter.follow(truth[:, 9:], [99], first_position=9)
+    end = truth[0, 9 + offset].item()
+
+    answer = turn(target, cache, text, assistant_model=drafter, eos_token_id=end, pad_token_id=end)
+
+    assert answer.shape[1] == 10 + truth[0, 9:].tolist().index(end)
+    check(target, drafter, cache, answer)
+    following = torch.cat([answer, prompt(4, seed=2)], dim=1)
+    second = turn(target, cache, following, assistant_model=drafter, max_new_tokens=6)
+    assert torch.equal(
+        torch.cat([following, second[:, -6:]], dim=1), plain(target, input_ids=following, max_new_tokens=6)
+    )
 
 
 @torch.no_grad()
@@ -134,6 +174,7 @@ def test_a_prompt_with_holes_leaves_only_its_text(static):
 def test_every_drafter_has_its_own_memory_and_it_goes_with_the_cache():
     target, one, two = make_target(), make_drafter(), make_drafter("markov-rnn", seed=4)
     cache, text = DynamicCache(), prompt(9)
+    gc.collect()  # caches of earlier tests
     before = len(MEMORIES)
 
     answer = turn(target, cache, text, assistant_model=one, max_new_tokens=8)

@@ -25,6 +25,8 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
@@ -561,11 +563,12 @@ def test_other_generation_behaves_as_if_we_were_not_installed(way):
     torch.testing.assert_close(results[0].scores, results[1].scores, rtol=0, atol=0)
 
 
-def test_our_drafter_under_another_chosen_way_is_not_touched():
-    """Prompt lookup ignores the assistant; so must we."""
+@pytest.mark.parametrize("way", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
+def test_our_drafter_under_another_chosen_way_is_not_touched(way):
+    """These ignore the assistant; so must we."""
     target, drafter = make_target(), make_drafter()
 
-    text = plain(target, input_ids=prompt(), assistant_model=drafter, prompt_lookup_num_tokens=3)
+    text = plain(target, input_ids=prompt(), assistant_model=drafter, **way)
 
     assert torch.equal(text, plain(target, input_ids=prompt()))
     assert drafter.last_stats is None
@@ -671,10 +674,10 @@ def test_a_drafter_of_another_target_is_refused(overrides, message):
             "got assistant_ensemble_weight; leave that option or assistant_model out",
         ),
         ({"dola_layers": "low"}, "got dola_layers; leave that option or assistant_model out"),
-        ({"guidance_scale": 1.5}, "got guidance_scale; leave that option or assistant_model out"),
+        ({"guidance_scale": 1.5}, r"got guidance_scale; call generate\(\) so, or leave assistant_model out"),
         (
             {"watermarking_config": SYNTH_ID, "do_sample": True},
-            "got a SynthID watermarking_config; leave that option or assistant_model out",
+            r"got a SynthID watermark; call generate\(\) so, or leave assistant_model out",
         ),
         (
             {"num_return_sequences": 2, "do_sample": True},
@@ -691,7 +694,7 @@ def test_an_option_that_drafting_cannot_honour_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plain(make_target(), **({"input_ids": prompt()} | options), assistant_model=make_drafter(), streamer=streamer)
 
-    assert streamer is None or not streamer.puts
+    assert streamer is None or len(streamer.puts) <= 1  # at most the prompt
 
 
 @pytest.mark.parametrize("num_new", [None, 3], ids=["all-ids", "new-ids-without-a-mask"])
@@ -706,12 +709,61 @@ def test_ids_beside_a_filled_cache_that_would_be_misread_are_refused(num_new):
         plain(target, input_ids=ids, cache=first.cache, assistant_model=make_drafter())
 
 
+def test_embeddings_beside_a_filled_cache_which_the_loop_would_feed_twice_are_refused():
+    target = make_target()
+    first = plain(target, input_ids=prompt(), max_new_tokens=5, return_dict_in_generate=True)
+    embeds = target.get_input_embeddings()(torch.cat([first.sequences, prompt(2)], dim=1))
+
+    with pytest.raises(ValueError, match="expects ids beside a filled cache, got embeddings"):
+        plain(target, inputs_embeds=embeds, cache=first.cache, assistant_model=make_drafter())
+
+
 def test_a_mask_with_holes_that_the_library_would_cut_is_refused():
     target = make_target()
     embeds, mask = target.get_input_embeddings()(prompt()), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
 
     with pytest.raises(ValueError, match="a mask with holes to cover the 0 ids and no more, got 7"):
         plain(target, inputs_embeds=embeds, attention_mask=mask, assistant_model=make_drafter())
+
+
+@pytest.mark.parametrize("kind", ["guidance", "synth-id"])
+def test_processors_that_count_their_calls_are_refused_as_objects_too(kind):
+    target = make_target()
+    processor, name = {
+        "guidance": (UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, target), "guidance_scale"),
+        "synth-id": (SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 16, 0, 8, "cpu"), "a SynthID watermark"),
+    }[kind]
+    options = {"logits_processor": LogitsProcessorList([processor]), "do_sample": True}
+
+    with pytest.raises(ValueError, match=f"can honour and undo, got {name}; call"):
+        plain(target, input_ids=prompt(), assistant_model=make_drafter(), **options)
+
+
+@pytest.mark.parametrize("block_size", [5, 24])
+def test_the_targets_settings_for_other_assistants_cut_no_draft(block_size):
+    """Transformers fills in 20 tokens and a threshold of 0.4, so what was set cannot be told from what was not."""
+    target, ids = make_target(), prompt()
+    truth = plain(target, input_ids=ids, max_new_tokens=60)
+    drafter = make_drafter(cls=ScriptedDrafter, block_size=block_size)
+    drafter.follow(truth[:, 7:], [99], first_position=7)
+    target.generation_config.num_assistant_tokens = 1
+    target.generation_config.assistant_confidence_threshold = 0.99
+
+    text = plain(target, input_ids=ids, assistant_model=drafter, max_new_tokens=60)
+
+    assert torch.equal(text, truth)
+    assert len(drafter.last_stats.rounds[0].drafts) == block_size - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_librarys_dflash_way_gives_the_targets_text_with_every_layout(kind):
+    """It reads slots 1 on, and no head: of other layouts than DFlash's a poor drafter, never another text."""
+    target, drafter = make_target(), make_drafter(kind)
+
+    text = plain(target, input_ids=prompt(), assistant_model=drafter, speculation_type="dflash")
+
+    assert torch.equal(text, plain(target, input_ids=prompt()))
+    assert drafter.last_stats is None
 
 
 @pytest.mark.parametrize("offset", [2, 3, 6, 9])

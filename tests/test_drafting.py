@@ -196,12 +196,13 @@ def test_greedy_drafts_are_the_best_tokens_from_left_to_right(kind, draft_vocab,
     assert len(num_checked) >= 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_handed_over_are_those_the_drafts_were_drawn_from(kind, monkeypatch):
+def test_logits_handed_over_are_those_the_drafts_were_drawn_from(kind, dtype, monkeypatch):
     """In fp32, after every processor, for each draft given the drafts before it (vllm-project/vllm-ascend#14368,
     1CatAI/1Cat-vLLM#183, z-lab/dflash#77)."""
-    target, ids = make_target(), prompt()
-    drafter, drawn, shapes = make_drafter(kind), [], []
+    target, ids = make_target().to(dtype), prompt()
+    drafter, drawn, shapes = make_drafter(kind).to(dtype), [], []
     multinomial = torch.multinomial
 
     def recording(probabilities, *args, **kwargs):
@@ -214,7 +215,7 @@ def test_logits_handed_over_are_those_the_drafts_were_drawn_from(kind, monkeypat
             handed = result[1].softmax(-1)[0]
             torch.testing.assert_close(handed, torch.cat(drawn[-num_drafts:]), rtol=0, atol=0)
             assert result[1].dtype == torch.float32
-            assert ((handed > 0).sum(-1) == 7).all()
+            assert dtype == torch.bfloat16 or ((handed > 0).sum(-1) == 7).all()  # bf16 has ties
             shapes.append(tuple(result[1].shape))
         drawn.clear()
 

@@ -1,8 +1,5 @@
 """What does the drafter remember? Committed rows for good, carried rows for one round."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,35 +73,6 @@ def recall(cache: Cache, drafter: nn.Module) -> CarryoverCache:
     return memory
 
 
-@contextmanager
-def remember(
-    memory: CarryoverCache, *, of: nn.Module, cache: Cache, drafter: Any, mask: Tensor | None
-) -> Iterator[None]:
-    """For one call: watch the target's passes, and put the memory back with the rows of the last one.
-
-    No round gathers these, because none follows; of them stay what the target's ``cache`` keeps in the end, and of the
-    prompt what its ``mask`` ``[1, T]`` says is text. Passes see that mask in other shapes (static caches).
-    """
-    seen: dict[str, Any] = {}
-
-    def see(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
-        is_ours = kwargs.get("cache") is cache  # a target that other calls use meanwhile makes their passes, too
-        if is_ours:
-            seen.update(kwargs | {"states": output.hidden_states, "length": cache.get_seq_length()})
-
-    hook = of.register_forward_hook(see, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-    states = [seen["states"][i + 1].to(drafter.norm.weight) for i in drafter.config.target_layer_ids]
-    features = torch.cat(states, dim=-1)  # [1, S, F]
-    num_rows, length = features.shape[1], int(seen["length"])
-    kept = torch.arange(length - num_rows, length) < int(cache.get_seq_length())  # [S]
-    if mask is not None:  # padding and holes are no text
-        in_prompt = mask[0, length - num_rows : length].bool().cpu()
-        kept[: len(in_prompt)] &= in_prompt
-    positions = seen.get("position_ids")
-    positions = torch.arange(length - num_rows, length)[None] if positions is None else positions
-    memory.postpone(features[:, kept], positions[:, kept].to(features.device))
+def keep(memory: CarryoverCache, cache: Cache, drafter: nn.Module) -> None:
+    """Put a drafter's memory of a target's cache back, for the next turn."""
     MEMORIES.setdefault(cache, WeakKeyDictionary())[drafter] = memory

@@ -10,26 +10,36 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
-from transformers.generation import SynthIDTextWatermarkingConfig as SynthID
+from transformers.generation import SynthIDTextWatermarkLogitsProcessor as SynthID
+from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from .cache_carryover import recall, remember
+from .cache_carryover import keep, recall
 from .configuration_carryover import CarryoverDrafterConfig
 from .draft_length import AUTO, RoundSeconds, frozen_times
 from .drafting import CarryoverCandidateGenerator
 
 # The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
-PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+PRIVATE_NAMES = (
+    "_validate_generation_mode",
+    "_assisted_decoding",
+    "_get_candidate_generator",
+    "_update_model_kwargs_for_generation",
+)
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
 MARK = "carryover_original"
+# Of calls that draft, by the target's cache: the last pass, the target's arguments after it, and the drafts accepted.
+LAST_PASSES: dict[Cache, tuple[Any, Any, int]] = {}
+STATEFUL_PROCESSORS = {Guidance: "guidance_scale", SynthID: "a SynthID watermark"}  # they count their calls
 # Prompt tokens and rounds of a call that measures how long rounds take.
 MEASURED_PROMPT, MEASURED_ROUNDS = 16, 8
 
 
 def install() -> None:
     """Teach ``generate`` to accept our drafters. Idempotent; every call without one passes through untouched."""
-    for name, wrap in zip(PRIVATE_NAMES, (_wrap_validation, _wrap_decoding, _wrap_generator), strict=True):
+    wrappers = _wrap_validation, _wrap_decoding, _wrap_generator, _wrap_update
+    for name, wrap in zip(PRIVATE_NAMES, wrappers, strict=True):
         original = vars(GenerationMixin)[name]
         if MARK not in vars(original):
             wrapper = wraps(original)(wrap(original))
@@ -72,21 +82,24 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             check_inputs(input_ids, kwargs)
             passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
-            memory = recall(kwargs["cache"], drafter)
-            passed_on |= {"memory": memory, "times": _times(self, drafter, config)}
+            cache = kwargs["cache"]
+            passed_on |= {"memory": recall(cache, drafter), "times": _times(self, drafter, config)}
             generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
             by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
             gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
             # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
             kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
-            mask = kwargs.get("attention_mask")
-            with remember(memory, of=self, cache=kwargs["cache"], drafter=drafter, mask=mask):
-                return gate.trim(original(self, input_ids, **kwargs), kwargs["cache"])
+            LAST_PASSES[cache] = (None, None, 0)
+            output = original(self, input_ids, **kwargs)
+            generator.keep_last(*LAST_PASSES[cache], gate.surplus)
+            keep(generator.cache, cache, drafter)
+            return gate.trim(output, cache)
         except ValueError as error:
             lossy = "cache that can be cropped" in str(error)  # the library's own sentence
             _refuse("leave assistant_model out", (lossy, "a cache that can be cropped", kwargs.get("cache")))
             raise
         finally:
+            LAST_PASSES.pop(kwargs.get("cache"), None)
             if streamer is not None:
                 streamer.end()
 
@@ -114,6 +127,17 @@ def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:
         return assistant if isinstance(assistant, CarryoverCandidateGenerator) else original(self, *args, **kwargs)
 
     return get_generator
+
+
+def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    # The loop calls this after every pass; nothing else is shown the last one.
+    def update(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        updated = original(self, outputs, model_kwargs, *args, **kwargs)
+        if (cache := updated.get("cache")) in LAST_PASSES:
+            LAST_PASSES[cache] = outputs, updated, kwargs["num_new_tokens"] - 1
+        return updated
+
+    return update
 
 
 def is_cut_by_loop(criterion: Any, config: GenerationConfig) -> bool:
@@ -202,9 +226,7 @@ def check_options(mode: GenerationMode, config: GenerationConfig) -> None:
         "num_return_sequences": (config.num_return_sequences or 1) > 1,
         "use_cache=False": config.use_cache is False,
         "assistant_ensemble_weight": config.assistant_ensemble_weight is not None,
-        "guidance_scale": config.guidance_scale not in (None, 1),
         "dola_layers": config.dola_layers is not None,
-        "a SynthID watermarking_config": isinstance(config.watermarking_config, SynthID),
     }
     _refuse(
         "leave that option or assistant_model out",
@@ -220,11 +242,14 @@ def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
     length, limit = input_ids.shape[1], config.max_length
     longest = max([limit, *(c.max_length for c in kwargs["stopping_criteria"] if isinstance(c, MaxLengthCriteria))])
     masked = mask.shape[1] if mask is not None else config._mask_length if past else 0
+    stateful = [STATEFUL_PROCESSORS[type(p)] for p in kwargs["logits_processor"] if type(p) in STATEFUL_PROCESSORS]
     _refuse(
         "call generate() so, or leave assistant_model out",
+        (bool(stateful), "options that a draft can honour and undo", ", ".join(stateful)),
         (len(input_ids) != 1, "one prompt at a time (batch size 1)", len(input_ids)),
         (positions is not None and positions.dim() != 2, "one position a token", "several"),
         (longest > limit, f"no length criterion above max_length {limit}", longest),
+        (past > 0 and kwargs.get("inputs_embeds") is not None, "ids beside a filled cache", "embeddings"),
         (past > 0 and masked == length, "only new ids, with the whole text's attention_mask, beside a filled cache",
          f"{length} ids, a mask of {masked} and {past} cached rows"),
         (mask is not None and masked != length, f"a mask with holes to cover the {length} ids and no more", masked),

@@ -79,10 +79,11 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             return input_ids, None
         start = perf_counter()
         num_drafts = self._wanted(start, room=self.max_length - input_ids.shape[1] - 1)
+        is_prompt = not self.stats.rounds  # the first round reads the prompt's pass
         record = Round(drafts=input_ids[0, :0], num_carried=0)
         self.stats.rounds.append(record)
         # 1. Gather what the target computed for the rows of its last pass.
-        features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches)
+        features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches, is_prompt)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)
         if num_drafts <= 0:  # drafting does not pay, or the target's next token is the last
@@ -104,6 +105,14 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if self.stats.rounds:
             self.stats.rounds[-1].num_accepted = num_matches
 
+    def keep_last(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int, surplus: int) -> None:
+        """The last pass's rows, which no round gathers, wait for a next turn; not those of ``surplus`` tokens."""
+        features, positions, num_rejected = self._gather(
+            outputs, model_kwargs, num_matches, is_prompt=not self.stats.rounds
+        )
+        num_kept = features.shape[1] - num_rejected - surplus
+        self.cache.postpone(features[:, :num_kept], positions[:, :num_kept])
+
     def _wanted(self, now: float, *, room: int) -> int:
         """Drafts that this round should hand over, at most ``room``, from what the rounds before it were."""
         if self.lengths is None:
@@ -115,7 +124,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         return self.lengths.choose(room)
 
     def _gather(
-        self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int
+        self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int, is_prompt: bool
     ) -> tuple[Tensor, Tensor, int]:
         """Features of the pass's rows, ``[1, S, F]``, positions of accepted rows and anchor, ``[1, A + 1]``, and R.
 
@@ -126,7 +135,6 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             raise ValueError(f"The drafter expects hidden states [1, rows, {self.drafter.config.hidden_size}], got "
                              f"{[list(state.shape) for state in states]}; use another target.")  # fmt: skip
         features = torch.cat(states, dim=-1).to(self.drafter.norm.weight.dtype)  # [1, S, F]
-        is_prompt = len(self.stats.rounds) == 1  # the first round reads the prompt's pass
         num_accepted = features.shape[1] if is_prompt else num_matches + 1
         num_rejected = features.shape[1] - num_accepted
         positions = model_kwargs.get("position_ids")
