@@ -108,3 +108,23 @@ def test_a_mask_token_that_is_also_end_of_text_is_warned_about(caplog):
     logging.disable_propagation()
 
     assert f"`mask_token_id` {MASK} is also bos, eos or pad" in caplog.text
+
+
+def test_a_config_that_was_made_wrong_is_not_saved(tmp_path):
+    config = CarryoverDrafterConfig(**fields())
+    config.block_size = 0
+
+    with pytest.raises(StrictDataclassError, match="block_size"):
+        config.save_pretrained(tmp_path)
+
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_whole_numbers_in_public_files_fit_fields_of_fractions(tmp_path):
+    whole = dict.fromkeys(("attention_dropout", "initializer_range"), 0) | {"rms_norm_eps": 1, "output_multiplier": 2}
+    whole |= {"input_embedding_scale": 3, "final_logit_softcapping": 30}
+    CarryoverDrafterConfig(**fields(**whole)).save_pretrained(tmp_path)
+
+    loaded = CarryoverDrafterConfig.from_pretrained(tmp_path)
+
+    assert {name: getattr(loaded, name) for name in whole} == whole

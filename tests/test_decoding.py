@@ -22,6 +22,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
+    QuantizedCache,
     StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -293,6 +294,22 @@ def test_a_custom_criterion_is_asked_what_plain_generation_asks_and_stops_inside
     assert out.cache.get_seq_length() == expected.cache.get_seq_length()
     assert torch.cat([put.flatten() for put in streamer.puts]).tolist() == out.sequences[0].tolist()
     assert drafter.last_stats.num_tokens == out.sequences.shape[1] - ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("offset", range(1, 6))
+def test_hidden_states_and_attentions_end_with_the_text_inside_a_block(offset):
+    target, ids = make_target(), prompt()
+    target.set_attn_implementation("eager")
+    truth = plain(target, input_ids=ids)
+    stop = StopAfter(int(truth[0, ids.shape[1] + offset]))
+    options = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
+    options["stopping_criteria"] = StoppingCriteriaList([stop])
+
+    out = plain(target, input_ids=ids, assistant_model=scripted("dflash", truth, [9]), **options)
+
+    expected = plain(target, input_ids=ids, **options)
+    assert len(out.hidden_states) == len(out.attentions) == len(expected.hidden_states)
+    torch.testing.assert_close(out.hidden_states[-1][-1], expected.hidden_states[-1][-1])
 
 
 @pytest.mark.parametrize("offset", range(1, 12))
@@ -927,6 +944,20 @@ def test_a_target_whose_cache_cannot_be_cropped_is_refused_before_its_first_toke
         ValueError, match=r"expects a cache that can be cropped, got DynamicCache.*; leave assistant_model out"
     ):
         plain(make_target(), input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer)
+
+    assert len(streamer.puts) == 1
+
+
+@pytest.mark.parametrize("kind", ["quantized", "static-with-a-window"])
+def test_real_caches_that_cannot_be_cropped_are_refused(kind):
+    is_static = kind == "static-with-a-window"
+    target, streamer = make_target("mistral" if is_static else "llama"), Recorder()
+    options = {"cache_implementation": "static", "disable_compile": True}
+    if not is_static:
+        options = {"cache": QuantizedCache("fp8", config=target.config)}
+
+    with pytest.raises(ValueError, match=r"expects a cache that can be cropped, got .*; leave assistant_model out"):
+        plain(target, input_ids=prompt(), assistant_model=make_drafter(), streamer=streamer, **options)
 
     assert len(streamer.puts) == 1
 

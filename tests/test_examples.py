@@ -54,6 +54,7 @@ def test_train_drafter(monkeypatch, capsys, tmp_path):
     assert drafter.carry_enabled
     record = json.loads((out / "carryover" / "training.json").read_text())
     assert record["steps"] == 2
+    assert [(stage["arguments"]["stage"], "log" in stage) for stage in record["earlier"]] == [("baseline", False)]
     assert any("eval_accepted_length_carry" in line for line in record["log"])
 
 

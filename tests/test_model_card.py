@@ -21,6 +21,16 @@ TRAINING = {
     "steps": 56,
     "seconds": 78.9,
     "machine": {"device": "A Processor", "threads": 2, "dtype": "float32"},
+    "earlier": [
+        {
+            "command": "hf-carryover train base.yaml",
+            "recipe": {"drafter": None},
+            "arguments": {"stage": "baseline"},
+            "texts": 1234,
+            "steps": 700,
+            "seconds": 900,
+        }
+    ],
 }
 
 
@@ -119,9 +129,9 @@ def test_the_card_tells_how_the_drafter_was_trained_and_on_what_it_was_measured(
 
     card = render_card(folder)
 
-    assert "| command | `hf-carryover train recipe.yaml --stage carryover` |" in card
-    assert "| stage | carryover |\n| started from | `base` |\n| steps | 56 |\n| texts | 1234, answers of" in card
-    assert "| machine | A Processor, 2 threads, float32 |" in card
+    assert "| baseline | nothing | 700 | 1234 | 900 | `hf-carryover train base.yaml` |\n| carryover | `base` |" in card
+    assert "| carryover | `base` | 56 | 1234 | 78.9 | `hf-carryover train recipe.yaml --stage carryover` |" in card
+    assert "Machine: A Processor, 2 threads, float32." in card
     assert f"Measured on one machine: {facts['device']}, {facts['threads']} threads" in card
 
 

@@ -232,7 +232,10 @@ def test_save_and_load_give_the_same_drafter(kind, tmp_path):
     assert torch.equal(run_block(loaded), run_block(drafter))
 
 
-def test_a_checkpoint_without_carry_embedding_loads_it_as_zero(tmp_path):
+def test_a_checkpoint_without_carry_embedding_loads_it_as_zero(tmp_path, monkeypatch):
+    """Transformers takes what is missing from memory as it finds it; fresh memory is often zero by luck."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(7))
     make_drafter().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["carry_embedding"]

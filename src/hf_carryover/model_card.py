@@ -1,7 +1,6 @@
 """What may a drafter's page on the Hub say? What the files in its folder say, and nothing else."""
 
 import hashlib
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,12 @@ def render_card(folder: str | Path) -> str:
         _check_measured(drafter, evaluation)
     base = hub_name(evaluation["models"]["target"]["name"]) if evaluation else None
     base = base or (hub_name(training["recipe"]["target"]) if training else None)
-    program, *words = shlex.split(training["command"]) if training else [""]
+    stages = [*training.get("earlier", []), training] if training else []
     files = [folder / name for name in KEYS if (folder / name).exists()]
     card = ModelCard.from_template(
         _metadata(folder.name, base, evaluation, training), template_path=str(TEMPLATE),
         name=folder.name, base=base, config=drafter.config, carries=bool(drafter.carry_embedding.any()),
-        evaluation=evaluation, training=training, command=shlex.join([Path(program).name, *words]),
+        evaluation=evaluation, training=training, stages=stages,
         sections=[_section(evaluation, t) for t in dict.fromkeys(row["temperature"] for row in _results(evaluation))],
         digests={file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files},
     )  # fmt: skip

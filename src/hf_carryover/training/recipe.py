@@ -70,9 +70,8 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
     out = Path(args.output_dir)
     if (out / RECORD).exists():
         raise ValueError(f"Expected a folder without a finished drafter at {out}, found {RECORD}; choose another.")
-    target, tokenizer = load_target(
-        recipe.target, dtype=torch.bfloat16 if args.bf16 else torch.float32, device=args.device
-    )
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    target, tokenizer = load_target(recipe.target, dtype=dtype, device=args.device)
     data = read_examples(recipe.data, tokenizer, max_length=_longest(target, recipe))
     if recipe.max_length is None and any(reason.startswith("longer") for reason in data.dropped):
         raise ValueError(f"Expected texts that fit the target's context, found {dict(data.dropped)}; leave them out "
@@ -225,11 +224,9 @@ def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _record(recipe: RecipeArguments, trainer: CarryoverTrainer, data: Examples) -> dict[str, Any]:
-    """How the drafter was made: command, data, steps, time, machine, and the log."""
+    """How the drafter was made: command, data, steps, time, machine, the stages before, and the log."""
     args, state = trainer.args, trainer.state
-    settings = {
-        name: value for name, value in args.to_dict().items() if name in CarryoverTrainingArguments.__annotations__
-    }
+    settings = {name: args.to_dict()[name] for name in CarryoverTrainingArguments.__annotations__}
     return {
         "command": shlex.join(sys.argv),
         "recipe": vars(recipe),
@@ -240,5 +237,14 @@ def _record(recipe: RecipeArguments, trainer: CarryoverTrainer, data: Examples) 
         "epochs": state.epoch,
         "seconds": max((line.get("seconds", 0.0) for line in state.log_history), default=0.0),
         "machine": describe_machine(trainer.rehearsal.target),
+        "earlier": _earlier(recipe.drafter),
         "log": state.log_history,
     }
+
+
+def _earlier(drafter: str | None) -> list[dict[str, Any]]:
+    """Records of the stages before, first one first, without their logs."""
+    if drafter is None or not (Path(drafter) / RECORD).is_file():
+        return []
+    last = json.loads((Path(drafter) / RECORD).read_text())
+    return [*last.pop("earlier", []), {name: value for name, value in last.items() if name != "log"}]
