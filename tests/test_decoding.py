@@ -691,10 +691,10 @@ def test_a_drafter_of_another_target_is_refused(overrides, message):
             "got assistant_ensemble_weight; leave that option or assistant_model out",
         ),
         ({"dola_layers": "low"}, "got dola_layers; leave that option or assistant_model out"),
-        ({"guidance_scale": 1.5}, r"got guidance_scale; call generate\(\) so, or leave assistant_model out"),
+        ({"guidance_scale": 1.5}, "got guidance_scale; leave that option or assistant_model out"),
         (
             {"watermarking_config": SYNTH_ID, "do_sample": True},
-            r"got a SynthID watermark; call generate\(\) so, or leave assistant_model out",
+            "got a SynthID watermarking_config; leave that option or assistant_model out",
         ),
         (
             {"num_return_sequences": 2, "do_sample": True},
@@ -711,7 +711,7 @@ def test_an_option_that_drafting_cannot_honour_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plain(make_target(), **({"input_ids": prompt()} | options), assistant_model=make_drafter(), streamer=streamer)
 
-    assert streamer is None or len(streamer.puts) <= 1  # at most the prompt
+    assert streamer is None or not streamer.puts
 
 
 @pytest.mark.parametrize("num_new", [None, 3], ids=["all-ids", "new-ids-without-a-mask"])

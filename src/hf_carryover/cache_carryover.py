@@ -71,8 +71,3 @@ def recall(cache: Cache, drafter: nn.Module) -> CarryoverCache:
     memory: CarryoverCache = MEMORIES.get(cache, WeakKeyDictionary()).pop(drafter, CarryoverCache())
     memory.truncate(cache.get_seq_length())
     return memory
-
-
-def keep(memory: CarryoverCache, cache: Cache, drafter: nn.Module) -> None:
-    """Put a drafter's memory of a target's cache back, for the next turn."""
-    MEMORIES.setdefault(cache, WeakKeyDictionary())[drafter] = memory

@@ -1,32 +1,28 @@
 """How does `target.generate(..., assistant_model=drafter)` reach us? The one seam, and what it refuses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers.cache_utils import Cache
+from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingConfig
 from transformers.generation import SynthIDTextWatermarkLogitsProcessor as SynthID
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.streamers import BaseStreamer
 
-from .cache_carryover import keep, recall
+from .cache_carryover import MEMORIES, recall
 from .configuration_carryover import CarryoverDrafterConfig
 from .draft_length import AUTO, RoundSeconds, frozen_times
 from .drafting import CarryoverCandidateGenerator
+from .stopping import TokenGate, is_cut_by_loop
 
 # The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
-PRIVATE_NAMES = (
-    "_validate_generation_mode",
-    "_assisted_decoding",
-    "_get_candidate_generator",
-    "_update_model_kwargs_for_generation",
-)
+PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator",
+                 "_update_model_kwargs_for_generation")  # fmt: skip
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
 MARK = "carryover_original"
 # Of calls that draft, by the target's cache: the last pass, the target's arguments after it, and the drafts accepted.
@@ -92,7 +88,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             LAST_PASSES[cache] = (None, None, 0)
             output = original(self, input_ids, **kwargs)
             generator.keep_last(*LAST_PASSES[cache], gate.surplus)
-            keep(generator.cache, cache, drafter)
+            MEMORIES.setdefault(cache, WeakKeyDictionary())[drafter] = generator.cache
             return gate.trim(output, cache)
         except ValueError as error:
             lossy = "cache that can be cropped" in str(error)  # the library's own sentence
@@ -140,70 +136,6 @@ def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
-def is_cut_by_loop(criterion: Any, config: GenerationConfig) -> bool:
-    """Whether the loop itself cuts a block where this criterion fires; a clock may be asked once a round."""
-    if type(criterion) is EosTokenCriteria and config._eos_token_tensor is not None:
-        return bool(criterion.eos_token_id.tolist() == config._eos_token_tensor.tolist())
-    at_limit = type(criterion) is MaxLengthCriteria and criterion.max_length == config.max_length
-    return at_limit or type(criterion) is MaxTimeCriteria
-
-
-@dataclass(eq=False)
-class TokenGate(StoppingCriteria):
-    """Asks the stopping criteria about every token of a round in turn, and streams only those that stay.
-
-    The library's loop asks once a round, about the whole block. Here a criterion sees what plain ``generate`` shows
-    it, one more token each time, and stops at the same one; what the loop added after it is trimmed.
-    """
-
-    criteria: StoppingCriteriaList
-    streamer: BaseStreamer | None
-    generator: CarryoverCandidateGenerator
-    prompt_length: int
-    once_a_round: bool
-    surplus: int = 0
-
-    def __post_init__(self) -> None:
-        self.length = self.prompt_length
-
-    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None, **kwargs: Any) -> Tensor:
-        """Whether to stop, ``[1]``; judges the tokens of ``input_ids`` ``[1, T]`` that are new, one by one."""
-        done = torch.zeros(1, dtype=torch.bool, device=input_ids.device)
-        self.length = input_ids.shape[1] - 1 if self.once_a_round and self.streamer is None else self.length
-        while self.length < input_ids.shape[1] and not done.all():
-            self.length += 1
-            if self.streamer is not None:
-                self.streamer.put(input_ids[0, self.length - 1 : self.length].cpu())
-            if self.length == input_ids.shape[1] or not self.once_a_round:
-                seen = None if scores is None else scores[: self.length - self.prompt_length]
-                done = self.criteria(input_ids[:, : self.length], seen, **kwargs)
-        self.surplus = input_ids.shape[1] - self.length
-        if self.surplus:
-            self.generator.stats.rounds[-1].num_accepted -= self.surplus
-        return done
-
-    def trim(self, output: Any, cache: Cache) -> Any:
-        """The loop's output without the tokens after the stop: ids ``[1, T]``, or the dictionary with its parts."""
-        if not self.surplus:
-            return output
-        if {type(layer) for layer in cache.layers} <= {DynamicLayer, StaticLayer}:
-            cache.crop(-self.surplus)
-        else:
-            cache.update = _refuse_lossy_cache
-        if isinstance(output, Tensor):
-            return output[:, : self.length]
-        output.sequences = output.sequences[:, : self.length]
-        for name in {"scores", "logits", "attentions", "hidden_states"} & output.keys():
-            output[name] = output[name][: -self.surplus]
-        return output
-
-
-def _refuse_lossy_cache(*_: Any, **__: Any) -> None:
-    """Stands in for ``update`` of a sliding or recurrent cache; the loop dropped rows that a late crop would need."""
-    raise RuntimeError("Expected a whole cache, got one that lost rows when a stop string or criterion ended a text "
-                       "inside a block of drafts; start the next turn without it.")  # fmt: skip
-
-
 def check_pair(target: PreTrainedModel, drafter: Any) -> None:
     """Refuse a drafter that was made for another target."""
     ours, theirs, name = drafter.config, target.config.get_text_config(decoder=True), type(target).__name__
@@ -226,7 +158,9 @@ def check_options(mode: GenerationMode, config: GenerationConfig) -> None:
         "num_return_sequences": (config.num_return_sequences or 1) > 1,
         "use_cache=False": config.use_cache is False,
         "assistant_ensemble_weight": config.assistant_ensemble_weight is not None,
+        "guidance_scale": config.guidance_scale not in (None, 1),
         "dola_layers": config.dola_layers is not None,
+        "a SynthID watermarking_config": isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig),
     }
     _refuse(
         "leave that option or assistant_model out",

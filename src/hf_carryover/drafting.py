@@ -79,11 +79,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             return input_ids, None
         start = perf_counter()
         num_drafts = self._wanted(start, room=self.max_length - input_ids.shape[1] - 1)
-        is_prompt = not self.stats.rounds  # the first round reads the prompt's pass
+        # 1. Gather what the target computed for the rows of its last pass.
+        features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches)
         record = Round(drafts=input_ids[0, :0], num_carried=0)
         self.stats.rounds.append(record)
-        # 1. Gather what the target computed for the rows of its last pass.
-        features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches, is_prompt)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)
         if num_drafts <= 0:  # drafting does not pay, or the target's next token is the last
@@ -107,9 +106,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
 
     def keep_last(self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int, surplus: int) -> None:
         """The last pass's rows, which no round gathers, wait for a next turn; not those of ``surplus`` tokens."""
-        features, positions, num_rejected = self._gather(
-            outputs, model_kwargs, num_matches, is_prompt=not self.stats.rounds
-        )
+        features, positions, num_rejected = self._gather(outputs, model_kwargs, num_matches)
         num_kept = features.shape[1] - num_rejected - surplus
         self.cache.postpone(features[:, :num_kept], positions[:, :num_kept])
 
@@ -123,9 +120,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.round_start = now
         return self.lengths.choose(room)
 
-    def _gather(
-        self, outputs: ModelOutput, model_kwargs: dict[str, Any], num_matches: int, is_prompt: bool
-    ) -> tuple[Tensor, Tensor, int]:
+    def _gather(self, outputs: ModelOutput, kwargs: dict[str, Any], num_matches: int) -> tuple[Tensor, Tensor, int]:
         """Features of the pass's rows, ``[1, S, F]``, positions of accepted rows and anchor, ``[1, A + 1]``, and R.
 
         Prompt rows under a mask (padding, holes) are no text and never become memory.
@@ -135,9 +130,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             raise ValueError(f"The drafter expects hidden states [1, rows, {self.drafter.config.hidden_size}], got "
                              f"{[list(state.shape) for state in states]}; use another target.")  # fmt: skip
         features = torch.cat(states, dim=-1).to(self.drafter.norm.weight.dtype)  # [1, S, F]
+        is_prompt = not self.stats.rounds  # the first round reads the prompt's pass
         num_accepted = features.shape[1] if is_prompt else num_matches + 1
         num_rejected = features.shape[1] - num_accepted
-        positions = model_kwargs.get("position_ids")
+        positions = kwargs.get("position_ids")
         if positions is None:  # the target has none (ALiBi)
             anchor = outputs.cache.get_seq_length()
             positions = torch.arange(anchor - num_accepted, anchor + 1)[None]
@@ -145,7 +141,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if positions.shape[1] != num_accepted + 1:
             raise ValueError(f"The drafter expects {num_accepted + 1} positions, got {positions.shape[1]}; leave "
                              "prompt tuning (virtual tokens) or assistant_model out.")  # fmt: skip
-        mask = model_kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
         if is_prompt and mask is not None:
             is_text = mask[0, -num_accepted - 1 :].to(features.device, torch.bool)  # [A + 1]; the anchor always is
             features, positions = features[:, is_text[:-1]], positions[:, is_text]
@@ -235,7 +231,5 @@ def longest_draft(drafter: CarryoverDrafterModel) -> int:
     if wanted is None or wanted == AUTO:
         return longest
     if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise ValueError(
-            f"`drafter.draft_length` must be None (all drafts), 'auto' or an integer from 1 on, got {wanted!r}."
-        )
+        raise ValueError(f"`draft_length` must be None (all drafts), 'auto' or an integer from 1 on, got {wanted!r}.")
     return min(wanted, longest)
