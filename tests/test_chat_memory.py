@@ -138,19 +138,20 @@ def test_a_cache_that_was_cropped_takes_its_memory_along():
 
 
 @torch.no_grad()
-def test_a_text_that_a_criterion_ended_inside_a_block_leaves_the_right_memory():
-    class Fifth(StoppingCriteria):
+@pytest.mark.parametrize("num_new", range(1, 7))
+def test_a_text_that_a_criterion_ended_inside_a_block_leaves_the_right_memory(num_new):
+    class Nth(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
-            return torch.tensor([input_ids.shape[1] >= 9 + 5])
+            return torch.tensor([input_ids.shape[1] >= 9 + num_new])
 
-    target, drafter, cache, text = make_target(), make_drafter(), DynamicCache(), prompt(9)
+    target, drafter, cache, text = make_target(), make_drafter(cls=ScriptedDrafter), DynamicCache(), prompt(9)
+    drafter.follow(plain(target, input_ids=text)[:, 9:], [99], first_position=9)
 
-    answer = turn(target, cache, text, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Fifth()]))
+    answer = turn(target, cache, text, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Nth()]))
 
-    assert answer.shape[1] == 14
-    assert cache.get_seq_length() == 13
-    memory = MEMORIES[cache][drafter]
-    assert memory.num_committed + sum(rows.shape[1] for rows, _ in memory.waiting) == 13
+    assert answer.shape[1] == 9 + num_new
+    assert cache.get_seq_length() == 8 + num_new
+    check(target, drafter, cache, answer)
 
 
 @torch.no_grad()
