@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hf_carryover.evaluation.acceptance import (
     summarize_difference,
 )
 from hf_carryover.evaluation.runs import Run
+from hf_carryover.evaluation.summary import summarize
+from hf_carryover.evaluation.visits import Visit
 from tests.evaluation_fakes import make_tokenizer, script, write_prompts
 from tests.fakes import ScriptedDrafter, make_drafter, make_target
 
@@ -176,3 +179,24 @@ def test_paired_interval_is_narrower_than_prompts_differ():
 
     assert found["difference"] == pytest.approx(0.2)
     assert found["interval"] == pytest.approx([0.2, 0.2])
+
+
+def test_tables_say_which_systems_ran_on_fewer_prompts_and_compare_all_on_those():
+    # Tokens a round of 3 on the timed prompt and of 1 on the other: a system that runs on the timed one alone has 3.0,
+    # beside others with 1.5 of both; on the same prompt they are alike.
+    def visit_of(number, tokens, names):
+        runs = {name: [replace(made_of(tokens), verify_seconds=1)] for name in names}
+        return Visit("set", number, 0.0, len(names) == len(SYSTEMS), runs, matched=None, differences=[])
+
+    few = ["plain", "lookup", "carry-off", "carry-on"]
+    summary = summarize([visit_of(0, [3], SYSTEMS), visit_of(1, [1, 1, 1], few)])
+
+    caption = results_table(summary).caption
+
+    assert [row["accepted_length"] for row in summary["results"] if row["set"] == "all"][1:4] == [1.5, 3, 1.5]
+    assert caption.startswith("library-dflash and carry-auto ran on the timed prompts alone; ")
+    assert "library-dflash 3.00, carry-off 3.00, carry-on 3.00, carry-auto 3.00" in caption
+
+
+def test_tables_of_the_same_prompts_for_all_need_no_such_sentence(report):
+    assert results_table(report[0]).caption == ""

@@ -11,10 +11,12 @@ from hf_carryover.evaluation.summary import POOLED
 from hf_carryover.evaluation.tables import (
     Rows,
     by_set,
+    by_temperature,
     curve,
     image,
     markdown_table,
     number,
+    on_fewer_prompts,
     ratio_cell,
     share,
     shown,
@@ -32,7 +34,8 @@ def results_table(summary: dict[str, Any]) -> Table:
     """Tokens a round and speed relative to plain `generate`, a line a set and temperature, for rich's console."""
     results = shown(summary["results"])
     systems = list(dict.fromkeys(row["system"] for row in results))
-    table = Table("set", "T", *systems, title="Tokens a round, and speed relative to plain generate")
+    notes = " ".join(filter(None, map(on_fewer_prompts, by_temperature(summary))))
+    table = Table("set", "T", *systems, title="Tokens a round, and speed relative to plain generate", caption=notes)
     lines: dict[tuple[str, float], list[str]] = {}
     for row in results:
         cell = f"{row['accepted_length']:.2f}  {row['speedup']:.2f}x"
@@ -47,11 +50,8 @@ def render_report(summary: dict[str, Any]) -> str:
     parts = [f"# What {summary['models']['drafter']['name'] or 'the drafter'} is worth"]
     parts += [f"**Not measured:** {sentence}" for sentence in summary["failed_sets"].values()]
     parts += [f"Note: {sentence}" for sentence in summary["notes"]]
-    for temperature in dict.fromkeys(row["temperature"] for row in summary["results"]):
-        here = {
-            name: [row for row in summary[name] if row["temperature"] == temperature]
-            for name in ("results", "acceptance", "differences", "matched", "speed")
-        }
+    for here in by_temperature(summary):
+        temperature = here["results"][0]["temperature"]
         parts.append(f"## Temperature {temperature:g}" + (" (greedy)" if temperature == 0 else ""))
         parts += _accepted_length(here, temperature) + _carried_rows(here, temperature) + _speed(here, temperature)
     parts += _exactness(summary["exactness"]) + _conditions(summary)
@@ -70,6 +70,7 @@ def _accepted_length(here: dict[str, Rows], temperature: float) -> list[str]:
         "### Accepted length",
         "Tokens a round (tau), the target's own token included; in brackets the 95 % bootstrap interval over prompts.",
         by_set(shown(here["results"]), lambda row: number(row["accepted_length"], row["accepted_length_interval"])),
+        *filter(None, [on_fewer_prompts(here)]),
         image("accepted_length", temperature),
         "Rounds by accepted drafts, all sets:",
         markdown_table(

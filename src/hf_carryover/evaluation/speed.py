@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_carryover.evaluation.acceptance import Rows, bootstrap_interval
+from hf_carryover.evaluation.acceptance import Rows, bootstrap_interval, summarize_acceptance
 from hf_carryover.evaluation.runs import Run, System, run
 
 WARM_UP_TOKENS = 8
@@ -116,10 +116,16 @@ def summarize_rounds(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any
 
 
 def summarize_speed(timed: Sequence[Mapping[str, Sequence[Run]]]) -> dict[str, Any]:
-    """Everything about time, from the timed prompts: for each, the repeats of every system."""
+    """Everything about time, from the timed prompts: for each, the repeats of every system.
+
+    ``accepted_length`` is tau on these prompts, where systems that ran on them alone can be compared with the others.
+    """
     runs = {name: [prompt[name] for prompt in timed] for name in timed[0]}
     flat = {name: [run for repeats in runs[name] for run in repeats] for name in runs}
     return {
+        "accepted_length": {
+            name: summarize_acceptance([repeats[0] for repeats in runs[name]])["accepted_length"] for name in runs
+        },
         "to_plain": {name: summarize_ratio(runs[name], runs["plain"]) for name in runs},
         "carry_on_to": {name: summarize_ratio(runs["carry-on"], runs[name]) for name in RIVALS if name in runs},
         "lengths": summarize_lengths(runs),

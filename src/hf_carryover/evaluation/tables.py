@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_carryover.evaluation.speed import OURS
-from hf_carryover.evaluation.summary import OTHERS
+from hf_carryover.evaluation.summary import OTHERS, POOLED
 
 Rows = list[dict[str, Any]]
 
@@ -12,6 +12,27 @@ Rows = list[dict[str, Any]]
 def shown(rows: Rows) -> Rows:
     """Rows of the systems that tables by set have a column for: all but fixed draft lengths, which are many."""
     return [row for row in rows if row["system"] in (*OURS, *OTHERS, "plain")]
+
+
+def by_temperature(summary: dict[str, Any]) -> list[dict[str, Rows]]:
+    """The lists of an evaluation, for each temperature."""
+    names = ("results", "acceptance", "differences", "matched", "speed")
+    return [
+        {name: [row for row in summary[name] if row["temperature"] == temperature] for name in names}
+        for temperature in dict.fromkeys(row["temperature"] for row in summary["results"])
+    ]
+
+
+def on_fewer_prompts(here: dict[str, Rows]) -> str:
+    """Which systems ran on the timed prompts alone, and all systems' tokens a round on those; nothing if none did."""
+    pooled = [row for row in shown(here["acceptance"]) if row["set"] == POOLED]
+    fewer = [row["system"] for row in pooled if row["prompts"] < max(row["prompts"] for row in pooled)]
+    timed = next(row for row in here["speed"] if row["set"] == POOLED)["accepted_length"]
+    lengths = ", ".join(f"{row['system']} {timed[row['system']]:.2f}" for row in pooled)
+    sentence = (
+        f"{' and '.join(fewer)} ran on the timed prompts alone; there, tokens a round of each system: {lengths}."
+    )
+    return sentence if fewer else ""
 
 
 def by_set(results: Rows, cell: Callable[[dict[str, Any]], str]) -> str:
