@@ -14,7 +14,7 @@ def _own_timings(tmp_path_factory):
     """Timings that automatic draft lengths keep go to a folder of the run, not to the user's."""
     folder = tmp_path_factory.mktemp("timings")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_carryover.draft_length.cached_assets_path", lambda *_, **__: folder)
+        patch.setattr("hf_carryover.round_seconds.cached_assets_path", lambda *_, **__: folder)
         yield
 
 

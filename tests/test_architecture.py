@@ -19,6 +19,7 @@ CORE = (
     "acceptance",
     "cache_carryover",
     "modeling_carryover",
+    "round_seconds",
     "draft_length",
     "drafting",
     "stopping",
@@ -26,7 +27,7 @@ CORE = (
 )
 # A module imports only from rows above its own.
 ROWS = [
-    {"configuration_carryover", "acceptance"},
+    {"configuration_carryover", "acceptance", "round_seconds"},
     {"cache_carryover"},
     {"modeling_carryover"},
     {"draft_length"},
@@ -45,9 +46,9 @@ MOST_LINES = {
     "acceptance": 80,
     "cache_carryover": 80,
     "modeling_carryover": 350,
-    # 150 in issue 8: the choice, what it learns from, and timings on disk.
-    "draft_length": 200,
-    "drafting": 235,
+    "round_seconds": 100,
+    "draft_length": 150,
+    "drafting": 230,
     "stopping": 80,
     "decoding": 220,
     # 120 in STYLE.md: the checked, atomic unpacking and the names on the Hub take more.
@@ -119,8 +120,9 @@ def test_modules_are_short_and_the_core_together():
 
     assert {name: count for name, count in lengths.items() if count > MOST_LINES[name]} == {}
     assert {path: count for path, count in parts.items() if count > PACKAGES[path.parent.name]} == {}
-    # 1,000 in STYLE.md, before draft lengths adapted (150) and a chat's next turn found its memory again.
-    assert sum(lengths[name] for name in CORE) <= 1345
+    # 1,000 in STYLE.md, before draft lengths adapted (150, and 100 to know what rounds take) and a chat's next turn
+    # found its memory again.
+    assert sum(lengths[name] for name in CORE) <= 1355
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_carryover import CarryoverCandidateGenerator, draft_length
+from hf_carryover import CarryoverCandidateGenerator, round_seconds
 from hf_carryover.cache_carryover import MEMORIES
-from hf_carryover.draft_length import FIRST_WAIT, Acceptance, DraftLength, RoundSeconds, best_draft_length
+from hf_carryover.draft_length import FIRST_WAIT, Acceptance, DraftLength, best_draft_length
+from hf_carryover.round_seconds import RoundSeconds
 from tests.enumeration import Tree, distance, law_of_target
 from tests.fakes import ScriptedDrafter, make_drafter, make_target, plain, prompt
 
@@ -108,6 +109,18 @@ def test_a_length_that_was_slow_once_is_measured_again(slow):
     assert lengths[-100:].count(accepted) > 90
 
 
+def test_a_machine_that_gets_faster_does_not_make_drafting_look_good():
+    # While one draft paid, the machine was half as fast: plain rounds of then must not stand beside drafts of now.
+    slow, fast = [2.0, 2.6, 3.0, 3.5, 4.0], [1.0, 1.6, 1.9, 2.0, 2.1]
+    choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
+    lengths = run(choice, accepted=1, seconds=slow, rounds=30)
+    assert lengths[-20:].count(1) == 20
+
+    lengths = [length for _ in range(100) for length in run_of_chance(choice, fast)]
+
+    assert lengths[50:].count(0) > 0.9 * 150
+
+
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_short_calls_choose_too(room):
     choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
@@ -130,6 +143,11 @@ def run(choice, *, accepted, seconds, rounds):
     return lengths
 
 
+def run_of_chance(choice, seconds):
+    """Two scripted rounds: in the second a first draft is right, and none after it."""
+    return run(choice, accepted=0, seconds=seconds, rounds=1) + run(choice, accepted=1, seconds=seconds, rounds=1)
+
+
 def test_after_measuring_the_chosen_length_is_the_best_one():
     seconds = [1.0, 1.3, 1.5, 2.5, 3.5]
     choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
@@ -137,7 +155,8 @@ def test_after_measuring_the_chosen_length_is_the_best_one():
     lengths = run(choice, accepted=2, seconds=seconds, rounds=80)
 
     assert lengths[:6] == [4, 4, 0, 0, 2, 2]  # after these it is known how long rounds take
-    assert set(lengths[40:]) == {2}
+    assert lengths[40:].count(2) >= 38
+    assert lengths[40:].count(0) == 40 - lengths[40:].count(2)  # what a plain round takes now is asked now and then
 
 
 @pytest.mark.parametrize(
@@ -219,13 +238,13 @@ def test_drafting_comes_back_when_it_pays_again():
         choice.times.found[length].clear()
     lengths = run(choice, accepted=4, seconds=seconds, rounds=400)
 
-    assert set(lengths[-40:]) == {4}
+    assert lengths[-40:].count(4) >= 34
 
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
     """A target, a drafter that is right as a script says, and a cache folder of its own."""
-    monkeypatch.setattr(draft_length, "cached_assets_path", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(round_seconds, "cached_assets_path", lambda *_, **__: tmp_path)
     target = make_target()
 
     def make(counts):

@@ -261,7 +261,7 @@ def test_text_that_is_not_the_targets_own_fails(tmp_path, models, three_prompts,
 
 def test_sampling_measures_its_timings_before_anything_counts(tmp_path, models, three_prompts, monkeypatch):
     """They are measured in a call of their own, which must not be taken for the one that is watched."""
-    monkeypatch.setattr("hf_carryover.draft_length.cached_assets_path", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("hf_carryover.round_seconds.cached_assets_path", lambda *_, **__: tmp_path)
 
     summary = measure(models, [three_prompts], tmp_path / "out", temperatures=(0.0, 1.0))
 

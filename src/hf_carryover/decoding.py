@@ -16,8 +16,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .cache_carryover import MEMORIES, recall
 from .configuration_carryover import CarryoverDrafterConfig
-from .draft_length import AUTO, RoundSeconds, frozen_times
+from .draft_length import AUTO
 from .drafting import CarryoverCandidateGenerator
+from .round_seconds import RoundSeconds, frozen_times
 from .stopping import TokenGate, is_cut_by_loop
 
 # The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
@@ -103,10 +104,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _times(target: Any, drafter: Any, config: GenerationConfig) -> RoundSeconds | None:
-    """Timings that automatic draft lengths go by where they must not change from call to call.
-
-    They are given; or the call samples, and the same seed shall give the same text: then a greedy call measures them.
-    """
+    """Timings that must not change: those given, or, where a seed shall give its text, those of one greedy call."""
     if drafter.draft_length != AUTO or (drafter.timings is None and not config.do_sample):
         return None
     if drafter.timings is not None:

@@ -1,31 +1,29 @@
 """How many drafts pay? As many as give the most tokens a second, from what the rounds show as they go."""
 
-import hashlib
-import json
-import platform
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
-from statistics import median_low
 from typing import Any
-from uuid import uuid4
-from weakref import WeakKeyDictionary
 
-import torch
-from huggingface_hub import cached_assets_path
-from torch import nn
+from .round_seconds import RoundSeconds
 
 AUTO = "auto"
 # Rounds that the guess before any acceptance is worth, and what a round weighs less when the next one comes.
 PRIOR_ROUNDS, DECAY = 4.0, 0.97
-# Measurements of each length that are looked at, those it takes before a length is trusted, and the rounds for which
-# its last one is good: a machine that was busy once must not be believed for ever.
-KEPT, NEEDED, FRESH = 9, 2, 256
 # Plain rounds before drafting is tried again; doubled after each try that does not pay.
 FIRST_WAIT, LONGEST_WAIT = 32, 256
+
+
+def longest_draft(drafter: Any) -> int:
+    """Most drafts a round may hand over, from the block and ``drafter.draft_length``."""
+    wanted, longest = drafter.draft_length, drafter.config.num_drafts
+    if wanted is None or wanted == AUTO:
+        return longest
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
+        expected = "None (all drafts), 'auto' or an integer from 1 on"
+        raise ValueError(f"`drafter.draft_length` must be {expected}, got {wanted!r}.")
+    return min(wanted, longest)
 
 
 def best_draft_length(acceptance: Sequence[float], seconds: Sequence[float]) -> int:
@@ -61,77 +59,6 @@ class Acceptance:
     def estimate(self) -> list[float]:
         """Acceptance by position, ``[K]``."""
         return [accepted / tried for accepted, tried in zip(self.accepted, self.tried, strict=True)]
-
-
-class RoundSeconds:
-    """Seconds of whole rounds by drafts handed over: low medians of the last few, straight lines between them.
-
-    With seconds ``given`` by length, those are used and nothing is learned.
-    """
-
-    def __init__(self, given: Mapping[Any, float] | None = None) -> None:
-        self.is_frozen = given is not None
-        self.found: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
-        self.num_rounds, self.last = 0, defaultdict[int, int](int)
-        for length, seconds in (given or {}).items():
-            self.found[int(length)].extend([seconds] * NEEDED)
-
-    def record(self, num_drafts: int, seconds: float) -> None:
-        """One round."""
-        if not self.is_frozen:
-            self.found[num_drafts].append(seconds)
-            self.num_rounds += 1
-            self.last[num_drafts] = self.num_rounds
-
-    def knows(self, length: int) -> bool:
-        """Whether this length was measured often enough, and lately."""
-        is_fresh = self.is_frozen or self.num_rounds - self.last[length] < FRESH
-        return is_fresh and len(self.found[length]) >= NEEDED
-
-    def to_measure(self, longest: int) -> int | None:
-        """A length that must be tried before any is chosen; None: enough is known."""
-        wanted = () if self.is_frozen else (longest, 0, (longest + 1) // 2)
-        return next((length for length in wanted if not self.knows(length)), None)
-
-    def curve(self, longest: int) -> list[float]:
-        """Seconds of a round with 0, 1, .., ``longest`` drafts."""
-        known = {length: median_low(self.found[length]) for length in sorted(self.found) if self.knows(length)}
-        if not {0, longest} <= known.keys() or not min(known.values()) > 0:
-            raise ValueError(f"`drafter.timings` must have positive seconds of 0 and {longest} drafts, got {known}.")
-        values = []
-        for length in range(longest + 1):
-            a, b = max(n for n in known if n <= length), min(n for n in known if n >= length)
-            values.append(known[a] + (known[b] - known[a]) * (length - a) / max(b - a, 1))
-        return values
-
-
-TIMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[str, RoundSeconds]]] = WeakKeyDictionary()
-
-
-def measured_times(target: Any, drafter: Any) -> RoundSeconds:
-    """Seconds of this pair's rounds on this device and in this number type, taken as calls go on."""
-    by_place = TIMES.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
-    return by_place.setdefault(_place(target) + _place(drafter), RoundSeconds())
-
-
-def _place(model: Any) -> str:
-    return f" {platform.node()} {model.device} {model.dtype} {torch.get_num_threads()}"
-
-
-def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> RoundSeconds:
-    """The same, measured once on this machine and then read from the cache folder, so that choices repeat."""
-    facts = [model.config.to_json_string() + _place(model) for model in (target, drafter)]
-    name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
-    path = Path(cached_assets_path("hf_carryover", namespace="timings")) / f"{name}.json"
-    if not path.exists():
-        for _ in range(2):  # what only a first call costs is no measure
-            measured_times(target, drafter).found.clear()
-            measure()
-        known = measured_times(target, drafter).found
-        unfinished = path.with_name(f"{uuid4().hex}.unfinished")
-        unfinished.write_text(json.dumps({n: median_low(seconds) for n, seconds in known.items() if seconds}))
-        unfinished.replace(path)
-    return RoundSeconds(json.loads(path.read_text()))
 
 
 @dataclass
@@ -171,7 +98,7 @@ class DraftLength:
         """
         self.is_open = False
         most = min(self.longest, room)
-        longest = self.longest if self.times.is_frozen or self.times.knows(self.longest) else most
+        longest = self.longest if self.times.knows(self.longest) else most
         missing = self.times.to_measure(longest) if most > 0 else 0
         if missing is not None:
             return min(missing, most)

@@ -11,8 +11,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import DraftStats, Round, Verdict, split_at_acceptance
 from .cache_carryover import CarryoverCache
-from .draft_length import AUTO, Acceptance, DraftLength, RoundSeconds, measured_times
+from .draft_length import AUTO, Acceptance, DraftLength, longest_draft
 from .modeling_carryover import CarryoverDrafterModel
+from .round_seconds import RoundSeconds, measured_times
 
 
 class CarryoverCandidateGenerator(CandidateGenerator):
@@ -223,13 +224,3 @@ def place_of(module: nn.Module, default: torch.device) -> torch.device:
     """The device of a lent module; ``default`` if its weights are packed or offloaded, so that it moves its inputs."""
     devices = [parameter.device for parameter in module.parameters()]
     return devices[0] if devices and devices[0].type != "meta" else default
-
-
-def longest_draft(drafter: CarryoverDrafterModel) -> int:
-    """Most drafts a round may hand over, from the block and ``drafter.draft_length``."""
-    wanted, longest = drafter.draft_length, drafter.config.num_drafts
-    if wanted is None or wanted == AUTO:
-        return longest
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise ValueError(f"`draft_length` must be None (all drafts), 'auto' or an integer from 1 on, got {wanted!r}.")
-    return min(wanted, longest)

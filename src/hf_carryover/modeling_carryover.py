@@ -19,7 +19,7 @@ from .configuration_carryover import CarryoverDrafterConfig
 
 # What a drafter folder needs to work without this package, in reading order.
 CORE_FILES = ("configuration_carryover.py", "acceptance.py", "cache_carryover.py", "modeling_carryover.py",
-              "draft_length.py", "drafting.py", "stopping.py", "decoding.py")  # fmt: skip
+              "round_seconds.py", "draft_length.py", "drafting.py", "stopping.py", "decoding.py")  # fmt: skip
 AUTO_MAP = {"AutoConfig": "configuration_carryover.CarryoverDrafterConfig",
             "AutoModel": "modeling_carryover.CarryoverDrafterModel"}  # fmt: skip
 

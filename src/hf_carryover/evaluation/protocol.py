@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.decoding import check_pair
-from hf_carryover.drafting import longest_draft
+from hf_carryover.draft_length import longest_draft
 from hf_carryover.evaluation.machine import describe_call, describe_machine, describe_model
 from hf_carryover.evaluation.plan import EvaluationArguments, plan
 from hf_carryover.evaluation.report import write_report

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_carryover.draft_length import AUTO
-from hf_carryover.drafting import longest_draft
+from hf_carryover.draft_length import AUTO, longest_draft
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
 # Prompt lookup drafts this many tokens at most: the number in Transformers' own documentation.

@@ -1,0 +1,94 @@
+"""How long does a round take, by the drafts it hands over? Measured as calls go on, or once and kept on disk."""
+
+import hashlib
+import json
+import platform
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import torch
+from huggingface_hub import cached_assets_path
+from torch import nn
+
+# Measurements of a length that are looked at, and those it takes before it is trusted; the rounds for which one is
+# good, and for which that of a plain round is, which costs little: machines are now faster, now slower.
+KEPT, NEEDED, FRESH, FRESH_PLAIN = 9, 2, 256, 32
+
+
+class RoundSeconds:
+    """Seconds of whole rounds by drafts handed over: low medians of the last few, straight lines between them.
+
+    With seconds ``given`` by length, those are used and nothing is learned.
+    """
+
+    def __init__(self, given: Mapping[Any, float] | None = None) -> None:
+        self.is_frozen, self.num_rounds = given is not None, 0
+        self.found: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=KEPT))
+        for length, seconds in (given or {}).items():
+            self.found[int(length)].extend([(0, seconds)] * NEEDED)
+
+    def record(self, num_drafts: int, seconds: float) -> None:
+        """One round."""
+        if not self.is_frozen:
+            self.num_rounds += 1
+            self.found[num_drafts].append((self.num_rounds, seconds))
+
+    def recent(self, length: int) -> list[float]:
+        """What was found of this length lately."""
+        oldest = self.num_rounds - (FRESH if length else FRESH_PLAIN)
+        return [seconds for at, seconds in self.found[length] if at > oldest]
+
+    def knows(self, length: int) -> bool:
+        """Whether this length was measured often enough, and lately."""
+        return len(self.recent(length)) >= NEEDED
+
+    def to_measure(self, longest: int) -> int | None:
+        """A length that must be tried before any is chosen; None: enough is known."""
+        wanted = () if self.is_frozen else (longest, 0, (longest + 1) // 2)
+        return next((length for length in wanted if not self.knows(length)), None)
+
+    def curve(self, longest: int) -> list[float]:
+        """Seconds of a round with 0, 1, .., ``longest`` drafts."""
+        known = {length: median_low(self.recent(length)) for length in sorted(self.found) if self.knows(length)}
+        if not {0, longest} <= known.keys() or not min(known.values()) > 0:
+            raise ValueError(f"`drafter.timings` must have positive seconds of 0 and {longest} drafts, got {known}.")
+        values = []
+        for length in range(longest + 1):
+            a, b = max(n for n in known if n <= length), min(n for n in known if n >= length)
+            values.append(known[a] + (known[b] - known[a]) * (length - a) / max(b - a, 1))
+        return values
+
+
+TIMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[str, RoundSeconds]]] = WeakKeyDictionary()
+
+
+def measured_times(target: Any, drafter: Any) -> RoundSeconds:
+    """Seconds of this pair's rounds on this device and in this number type, taken as calls go on."""
+    by_place = TIMES.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
+    return by_place.setdefault(_place(target) + _place(drafter), RoundSeconds())
+
+
+def _place(model: Any) -> str:
+    return f" {platform.node()} {model.device} {model.dtype} {torch.get_num_threads()}"
+
+
+def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> RoundSeconds:
+    """The same, measured once on this machine and then read from the cache folder, so that choices repeat."""
+    facts = [model.config.to_json_string() + _place(model) for model in (target, drafter)]
+    name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
+    path = Path(cached_assets_path("hf_carryover", namespace="timings")) / f"{name}.json"
+    if not path.exists():
+        for _ in range(2):  # what only a first call costs is no measure
+            measured_times(target, drafter).found.clear()
+            measure()
+        times = measured_times(target, drafter)
+        known = {n: median_low(times.recent(n)) for n in [*times.found] if times.recent(n)}
+        unfinished = path.with_name(f"{uuid4().hex}.unfinished")
+        unfinished.write_text(json.dumps(known))
+        unfinished.replace(path)
+    return RoundSeconds(json.loads(path.read_text()))
