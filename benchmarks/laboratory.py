@@ -5,6 +5,10 @@
 First a tiny Llama learns the texts (their most used tokens), then it writes its own, and drafters are trained on
 these, one setting changed at a time, two seeds each. ``results.json`` keeps what is done; the same call goes on. The
 table shows tokens a round on prompts held out (greedy, real rounds, carry off).
+
+Then what carried rows are worth there: from a drafter that was trained four times as long, a control and Carryover,
+with carry embeddings of several first sizes, again for the same CPU seconds; tokens a round with carry off, and, of
+those that learned to carry, on. A folder belongs to one ``--seconds``.
 """
 
 import argparse
@@ -42,6 +46,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "4 steps a reading": {"steps_per_reading": 4},
     "draft vocabulary 1024": {"draft_vocab_size": 1024},
     "half of the texts": {"share": 0.5},
+}
+
+# From one drafter: the same seconds without carried rows, and with them.
+CARRIES: dict[str, dict[str, Any]] = {
+    "control": {"stage": "control"},
+    "E of 0.03": {"stage": "carryover", "carry_scale": 0.03},
+    "E of 0.3": {"stage": "carryover"},
+    "E of 3": {"stage": "carryover", "carry_scale": 3.0},
+    "E of 0.3, anchor's row first": {"stage": "carryover", "curriculum_steps": 100},
 }
 
 
@@ -125,14 +138,10 @@ def write(target: PreTrainedModel, prompts: list[torch.Tensor]) -> list[tuple[li
     return rows
 
 
-def try_setting(
-    target: PreTrainedModel, examples: list[Example], out: Path, changes: dict[str, Any], *, seed: int, seconds: float
-) -> dict[str, float]:
-    """Train a new drafter for so many CPU seconds, and measure it on prompts held out."""
-    shape = SHAPE | {name: value for name, value in changes.items() if name in SHAPE}
-    settings = {name: value for name, value in changes.items() if name not in SHAPE and name != "share"}
+def new_drafter(target: PreTrainedModel, examples: list[Example], *, seed: int, **shape: Any) -> CarryoverDrafterModel:
+    """A drafter with random weights."""
     torch.manual_seed(seed)
-    config = target.config
+    config, shape = target.config, SHAPE | shape
     drafter = CarryoverDrafterModel(
         CarryoverDrafterConfig(
             mask_token_id=MASK, target_layer_ids=[0, 1, 2], sample_from_anchor=False, vocab_size=VOCAB,
@@ -142,10 +151,17 @@ def try_setting(
             num_target_layers=4, **shape,
         )
     )  # fmt: skip
-    held, learn = examples[:64], examples[64:]
-    learn = learn[: int(len(learn) * changes.get("share", 1.0))]
     if shape["draft_vocab_size"]:
-        drafter.draft_vocab_ids.copy_(most_used_tokens(learn, shape["draft_vocab_size"], always=[END])[0])
+        drafter.draft_vocab_ids.copy_(most_used_tokens(examples, shape["draft_vocab_size"], always=[END])[0])
+    return drafter
+
+
+def train(
+    drafter: CarryoverDrafterModel, target: PreTrainedModel, examples: list[Example], out: Path, *, seed: int,
+    seconds: float, share: float = 1.0, **settings: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Train for so many CPU seconds, and measure on prompts held out."""
+    held, learn = examples[:64], examples[64:]
     defaults = {"num_anchors": 48, "gamma": 2.0}
     args = CarryoverTrainingArguments(
         output_dir=str(out / "run"), max_steps=100_000, lr_scheduler_type="constant_with_warmup", warmup_steps=20,
@@ -153,31 +169,60 @@ def try_setting(
         validation_prompts=64, validation_tokens=64, **(defaults | settings),
     )  # fmt: skip
     trainer = CarryoverTrainer(
-        drafter, target, args=args, examples=learn, validation=held, callbacks=[StopAfter(seconds)]
-    )
+        drafter, target, args=args, examples=learn[: int(len(learn) * share)], validation=held,
+        callbacks=[StopAfter(seconds)],
+    )  # fmt: skip
     trainer.train()
     found = trainer.evaluate()
-    return {"steps": trainer.state.global_step, "accepted_length": found["eval_accepted_length"],
-            "loss": found["eval_loss"], "estimate": found["eval_estimate"]}  # fmt: skip
+    return {"steps": trainer.state.global_step} | {name.removeprefix("eval_"): found[name] for name in found}
 
 
-def show(results: dict[str, dict[str, float]]) -> None:
+def try_setting(
+    target: PreTrainedModel, examples: list[Example], out: Path, changes: dict[str, Any], *, seed: int, seconds: float
+) -> dict[str, float]:
+    """A new drafter with some settings changed."""
+    shape = {name: value for name, value in changes.items() if name in SHAPE}
+    settings = {name: value for name, value in changes.items() if name not in SHAPE}
+    drafter = new_drafter(target, examples[64:], seed=seed, **shape)
+    return train(drafter, target, examples, out, seed=seed, seconds=seconds, **settings)
+
+
+def try_carry(
+    target: PreTrainedModel, examples: list[Example], out: Path, changes: dict[str, Any], *, seed: int, seconds: float
+) -> dict[str, float]:
+    """Further training of the seed's drafter, which is made where there is none."""
+    start = out / f"drafter-{seed}"
+    if not start.exists():
+        drafter = new_drafter(target, examples[64:], seed=seed)
+        train(drafter, target, examples, out, seed=seed, seconds=4 * seconds)
+        drafter.save_pretrained(unfinished := start.with_name(f"{start.name}.unfinished"))
+        unfinished.rename(start)
+    drafter = CarryoverDrafterModel.from_pretrained(start)
+    return train(drafter, target, examples, out, seed=100 + seed, seconds=seconds, **changes)
+
+
+def show(results: dict[str, dict[str, float]], settings: dict[str, dict[str, Any]]) -> None:
     """A line a setting, both seeds."""
-    table = Table("setting", "tokens a round", "seeds", "steps", "estimate")
-    for name in SETTINGS:
+    table = Table("setting", "carry off", "seeds", "carry on", "seeds", "steps", "estimate", title="Tokens a round")
+    for name in settings:
         rows = [row for key, row in results.items() if key.rpartition(" seed ")[0] == name]
         if rows:
-            lengths = [row["accepted_length"] for row in rows]
             table.add_row(
-                name, f"{sum(lengths) / len(lengths):.3f}", " ".join(f"{length:.3f}" for length in lengths),
+                name, *seeds(rows, "accepted_length"), *seeds(rows, "accepted_length_carry"),
                 f"{sum(row['steps'] for row in rows) / len(rows):.0f}",
                 f"{sum(row['estimate'] for row in rows) / len(rows):.3f}",
             )  # fmt: skip
-    Console().print(table)
+    Console(width=120).print(table)
+
+
+def seeds(rows: list[dict[str, float]], name: str) -> tuple[str, str]:
+    """Mean, and each; nothing where it was not measured."""
+    values = [row[name] for row in rows if name in row]
+    return (f"{sum(values) / len(values):.3f}", " ".join(f"{v:.3f}" for v in values)) if values else ("", "")
 
 
 def main() -> None:
-    """Everything that ``results.json`` lacks, then the table."""
+    """Everything that ``results.json`` lacks, then the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -190,13 +235,14 @@ def main() -> None:
     file = options.out / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     for seed in range(options.seeds):
-        for name, changes in SETTINGS.items():
-            key = f"{name} seed {seed}"
+        for name, changes in (SETTINGS | CARRIES).items():
+            key, attempt = f"{name} seed {seed}", try_carry if name in CARRIES else try_setting
             if key not in results:
-                results[key] = try_setting(target, examples, options.out, changes, seed=seed, seconds=options.seconds)
+                results[key] = attempt(target, examples, options.out, changes, seed=seed, seconds=options.seconds)
                 file.write_text(json.dumps(results, indent=1))
                 print(key, results[key], flush=True)
-    show(results)
+    show(results, SETTINGS)
+    show(results, CARRIES)
 
 
 if __name__ == "__main__":

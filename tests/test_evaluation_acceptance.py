@@ -184,18 +184,22 @@ def test_paired_interval_is_narrower_than_prompts_differ():
 def test_tables_say_which_systems_ran_on_fewer_prompts_and_compare_all_on_those():
     # Tokens a round of 3 on the timed prompt and of 1 on the other: a system that runs on the timed one alone has 3.0,
     # beside others with 1.5 of both; on the same prompt they are alike.
-    def visit_of(number, tokens, names):
+    def visit_of(number, tokens, names, temperature=0.0):
         runs = {name: [replace(made_of(tokens), verify_seconds=1)] for name in names}
-        return Visit("set", number, 0.0, len(names) == len(SYSTEMS), runs, matched=None, differences=[])
+        return Visit("set", number, temperature, len(names) == len(SYSTEMS), runs, matched=None, differences=[])
 
     few = ["plain", "lookup", "carry-off", "carry-on"]
-    summary = summarize([visit_of(0, [3], SYSTEMS), visit_of(1, [1, 1, 1], few)])
+    visits = [visit_of(0, [3], SYSTEMS), visit_of(1, [1, 1, 1], few)]
+    sampled = [visit_of(0, [2], SYSTEMS, 1.0), visit_of(1, [1, 1], few, 1.0)]
 
-    caption = results_table(summary).caption
+    summary = summarize([*visits, *sampled])
+    greedy_line, sampled_line = results_table(summary).caption.split("\n")
 
     assert [row["accepted_length"] for row in summary["results"] if row["set"] == "all"][1:4] == [1.5, 3, 1.5]
-    assert caption.startswith("library-dflash and carry-auto ran on the timed prompts alone; ")
-    assert "library-dflash 3.00, carry-off 3.00, carry-on 3.00, carry-auto 3.00" in caption
+    assert greedy_line.startswith("T 0, library-dflash, carry-auto: on the timed prompts alone. There, all sets, ")
+    assert "library-dflash 3.00, carry-off 3.00, carry-on 3.00, carry-auto 3.00" in greedy_line
+    assert sampled_line.startswith("T 1, ")
+    assert "carry-off 2.00, carry-on 2.00, carry-auto 2.00" in sampled_line
 
 
 def test_tables_of_the_same_prompts_for_all_need_no_such_sentence(report):

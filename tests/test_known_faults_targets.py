@@ -224,9 +224,11 @@ def test_a_text_longer_than_the_drafter_was_made_for_is_drafted_for():
     assert len(drafter.last_stats.rounds) > 5
 
 
-def test_one_drafter_in_two_threads_gives_each_its_own_text():
+@pytest.mark.parametrize("draft_length", [None, "auto"])
+def test_one_drafter_in_two_threads_gives_each_its_own_text(draft_length):
     """sgl-project/sglang#36548: what a call remembers lives in the call; `last_stats` is the latest call's."""
     target, drafter, texts = make_target(), make_drafter(), {}
+    drafter.draft_length = draft_length
     inputs = [prompt(7, seed=1), prompt(12, seed=2)]
     threads = [
         threading.Thread(

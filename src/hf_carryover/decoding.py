@@ -104,7 +104,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _times(target: Any, drafter: Any, config: GenerationConfig) -> RoundSeconds | None:
-    """Timings that must not change: those given, or, where a seed shall give its text, those of one greedy call."""
+    """Timings that must not change: those given, or, where a seed shall give its text, measured once."""
     if drafter.draft_length != AUTO or (drafter.timings is None and not config.do_sample):
         return None
     if drafter.timings is not None:

@@ -6,7 +6,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from .round_seconds import RoundSeconds
+from .round_seconds import RoundSeconds, curve
 
 AUTO = "auto"
 # Rounds that the guess before any acceptance is worth, and what a round weighs less when the next one comes.
@@ -94,15 +94,19 @@ class DraftLength:
     def choose(self, room: int) -> int:
         """Drafts of the next round, at most ``room``; where none pay, a few are tried again at growing intervals.
 
-        `is_open` says that a confidence head may end the round's drafts earlier, as `goes_on` says.
+        Where some pay, a plain round is timed now and then. `is_open` says that a confidence head may end the round's
+        drafts earlier, as `goes_on` says.
         """
         self.is_open = False
-        most = min(self.longest, room)
-        longest = self.longest if self.times.knows(self.longest) else most
-        missing = self.times.to_measure(longest) if most > 0 else 0
-        if missing is not None:
-            return min(missing, most)
-        self.seconds, acceptance = self.times.curve(longest)[: most + 1], self.acceptance.estimate()[:most]
+        most, known = min(self.longest, room), self.times.known()
+        if most <= 0:
+            return 0
+        longest = self.longest if self.times.is_frozen or self.longest in known else most
+        wanted = () if self.times.is_frozen else (longest, 0, (longest + 1) // 2)
+        for length in wanted:  # no choice before it is known what these take
+            if length not in known:
+                return min(length, most)
+        self.seconds, acceptance = curve(known, longest)[: most + 1], self.acceptance.estimate()[:most]
         best = best_draft_length(acceptance, self.seconds)
         if best > 0:
             self.wait, self.num_plain, self.is_open = FIRST_WAIT, 0, self.has_judge

@@ -15,13 +15,15 @@ import torch
 from huggingface_hub import cached_assets_path
 from torch import nn
 
-# Measurements of a length that are looked at, and those it takes before it is trusted; the rounds for which one is
-# good, and for which that of a plain round is, which costs little: machines are now faster, now slower.
-KEPT, NEEDED, FRESH, FRESH_PLAIN = 9, 2, 256, 32
+# Measurements of a length that are looked at, and those it takes before it is trusted.
+KEPT, NEEDED = 9, 2
+# Rounds after which one is no longer believed; a plain round's sooner, for all choices are compared with it, and a
+# machine is now faster, now slower.
+FRESH, FRESH_PLAIN = 256, 64
 
 
 class RoundSeconds:
-    """Seconds of whole rounds by drafts handed over: low medians of the last few, straight lines between them.
+    """Seconds of whole rounds by drafts handed over; calls of several threads may record at once.
 
     With seconds ``given`` by length, those are used and nothing is learned.
     """
@@ -38,30 +40,22 @@ class RoundSeconds:
             self.num_rounds += 1
             self.found[num_drafts].append((self.num_rounds, seconds))
 
-    def recent(self, length: int) -> list[float]:
-        """What was found of this length lately."""
-        oldest = self.num_rounds - (FRESH if length else FRESH_PLAIN)
-        return [seconds for at, seconds in self.found[length] if at > oldest]
+    def known(self) -> dict[int, float]:
+        """Low medians of the lengths that were measured often enough, and lately; shortest first."""
+        oldest = {length: self.num_rounds - (FRESH if length else FRESH_PLAIN) for length in sorted([*self.found])}
+        recent = {n: [seconds for at, seconds in [*self.found[n]] if at > oldest[n]] for n in oldest}
+        return {length: median_low(seconds) for length, seconds in recent.items() if len(seconds) >= NEEDED}
 
-    def knows(self, length: int) -> bool:
-        """Whether this length was measured often enough, and lately."""
-        return len(self.recent(length)) >= NEEDED
 
-    def to_measure(self, longest: int) -> int | None:
-        """A length that must be tried before any is chosen; None: enough is known."""
-        wanted = () if self.is_frozen else (longest, 0, (longest + 1) // 2)
-        return next((length for length in wanted if not self.knows(length)), None)
-
-    def curve(self, longest: int) -> list[float]:
-        """Seconds of a round with 0, 1, .., ``longest`` drafts."""
-        known = {length: median_low(self.recent(length)) for length in sorted(self.found) if self.knows(length)}
-        if not {0, longest} <= known.keys() or not min(known.values()) > 0:
-            raise ValueError(f"`drafter.timings` must have positive seconds of 0 and {longest} drafts, got {known}.")
-        values = []
-        for length in range(longest + 1):
-            a, b = max(n for n in known if n <= length), min(n for n in known if n >= length)
-            values.append(known[a] + (known[b] - known[a]) * (length - a) / max(b - a, 1))
-        return values
+def curve(known: Mapping[int, float], longest: int) -> list[float]:
+    """Seconds of a round with 0, 1, .., ``longest`` drafts: straight lines between those that are known."""
+    if not {0, longest} <= known.keys() or not min(known.values()) > 0:
+        raise ValueError(f"`drafter.timings` must have positive seconds of 0 and {longest} drafts, got {known}.")
+    values = []
+    for length in range(longest + 1):
+        a, b = max(n for n in known if n <= length), min(n for n in known if n >= length)
+        values.append(known[a] + (known[b] - known[a]) * (length - a) / max(b - a, 1))
+    return values
 
 
 TIMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[str, RoundSeconds]]] = WeakKeyDictionary()
@@ -86,8 +80,8 @@ def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> Ro
         for _ in range(2):  # what only a first call costs is no measure
             measured_times(target, drafter).found.clear()
             measure()
-        times = measured_times(target, drafter)
-        known = {n: median_low(times.recent(n)) for n in [*times.found] if times.recent(n)}
+        found = measured_times(target, drafter).found
+        known = {length: median_low([seconds for _, seconds in rows]) for length, rows in found.items()}
         unfinished = path.with_name(f"{uuid4().hex}.unfinished")
         unfinished.write_text(json.dumps(known))
         unfinished.replace(path)

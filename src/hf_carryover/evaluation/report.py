@@ -34,8 +34,9 @@ def results_table(summary: dict[str, Any]) -> Table:
     """Tokens a round and speed relative to plain `generate`, a line a set and temperature, for rich's console."""
     results = shown(summary["results"])
     systems = list(dict.fromkeys(row["system"] for row in results))
-    notes = " ".join(filter(None, map(on_fewer_prompts, by_temperature(summary))))
-    table = Table("set", "T", *systems, title="Tokens a round, and speed relative to plain generate", caption=notes)
+    notes = {here["results"][0]["temperature"]: on_fewer_prompts(here) for here in by_temperature(summary)}
+    caption = "\n".join(f"T {temperature:g}, {note}" for temperature, note in notes.items() if note)
+    table = Table("set", "T", *systems, title="Tokens a round, and speed relative to plain generate", caption=caption)
     lines: dict[tuple[str, float], list[str]] = {}
     for row in results:
         cell = f"{row['accepted_length']:.2f}  {row['speedup']:.2f}x"

@@ -26,13 +26,13 @@ def by_temperature(summary: dict[str, Any]) -> list[dict[str, Rows]]:
 def on_fewer_prompts(here: dict[str, Rows]) -> str:
     """Which systems ran on the timed prompts alone, and all systems' tokens a round on those; nothing if none did."""
     pooled = [row for row in shown(here["acceptance"]) if row["set"] == POOLED]
-    fewer = [row["system"] for row in pooled if row["prompts"] < max(row["prompts"] for row in pooled)]
+    most = max(row["prompts"] for row in pooled)
+    fewer = [row["system"] for row in pooled if row["prompts"] < most]
+    if not fewer:
+        return ""
     timed = next(row for row in here["speed"] if row["set"] == POOLED)["accepted_length"]
     lengths = ", ".join(f"{row['system']} {timed[row['system']]:.2f}" for row in pooled)
-    sentence = (
-        f"{' and '.join(fewer)} ran on the timed prompts alone; there, tokens a round of each system: {lengths}."
-    )
-    return sentence if fewer else ""
+    return f"{', '.join(fewer)}: on the timed prompts alone. There, all sets, tokens a round are: {lengths}."
 
 
 def by_set(results: Rows, cell: Callable[[dict[str, Any]], str]) -> str:
