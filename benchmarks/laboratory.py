@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90, help="CPU seconds of a training")
     parser.add_argument("--target-steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=[*SETTINGS, *CARRIES], help="some of the settings, by name")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     target, examples = make_target(options.data, options.out, steps=options.target_steps)
@@ -236,6 +237,8 @@ def main() -> None:
     results = json.loads(file.read_text()) if file.exists() else {}
     for seed in range(options.seeds):
         for name, changes in (SETTINGS | CARRIES).items():
+            if name not in options.only:
+                continue
             key, attempt = f"{name} seed {seed}", try_carry if name in CARRIES else try_setting
             if key not in results:
                 results[key] = attempt(target, examples, options.out, changes, seed=seed, seconds=options.seconds)

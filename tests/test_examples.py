@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser
 
 from hf_carryover import CarryoverDrafterModel
@@ -36,6 +37,23 @@ def test_generate(with_drafter, monkeypatch, capsys, tmp_path):
     make_drafter().save_pretrained(tmp_path)
 
     example.main(["target", str(tmp_path)] if with_drafter else [])
+
+    assert "the same ids as without a drafter: True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["random", "given"])
+def test_adapted_target(with_adapter, monkeypatch, capsys, tmp_path):
+    example, target = load("adapted_target"), make_target()
+    monkeypatch.setattr(example, "load_target", lambda name: (target, Letters()))
+    make_drafter().save_pretrained(tmp_path / "drafter")
+    words = [str(tmp_path / "drafter")]
+    if with_adapter:
+        torch.manual_seed(1)
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        get_peft_model(make_target(), adapter).save_pretrained(tmp_path / "adapter")
+        words.append(str(tmp_path / "adapter"))
+
+    example.main(words)
 
     assert "the same ids as without a drafter: True" in capsys.readouterr().out
 
@@ -128,6 +146,7 @@ def test_a_recipe_takes_a_step_on_a_tiny_model_of_its_family(name, tmp_path, cap
 def test_every_example_has_a_test():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         "adapt_drafter",
+        "adapted_target",
         "generate",
         "make_drafters",
         "measure_speedup",

@@ -72,6 +72,23 @@ def test_every_published_card_is_what_its_files_say():
     assert stale_cards(CARDS) == []
 
 
+def test_the_readme_has_the_pooled_numbers_of_every_published_drafter():
+    readme, cards = (CARDS.parent / "README.md").read_text(), sorted(CARDS.glob("*/config.json"))
+    for card in cards:
+        measured = json.loads((card.parent / "evaluation.json").read_text())
+        pooled = {row["system"]: row for row in measured["results"] if (row["set"], row["temperature"]) == ("all", 0)}
+        gains = {r["minus"]: r for r in measured["differences"] if (r["set"], r["temperature"]) == ("all", 0)}
+        cells = [
+            (pooled["carry-on"]["accepted_length"], pooled["carry-on"]["accepted_length_interval"], ""),
+            *((gains[rival]["difference"], gains[rival]["interval"], "+") for rival in ("carry-off", "control")),
+            *((pooled[name]["speedup"], pooled[name]["speedup_interval"], "") for name in ("carry-on", "carry-auto")),
+        ]
+        line = [f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]" for value, (low, high), sign in cells]
+        name = card.parent.name
+        assert f"| [{name}](model_cards/{name}) | {' | '.join(line)} |\n" in readme
+    assert len(cards) == readme.count("](model_cards/")
+
+
 def test_a_card_that_was_edited_or_whose_numbers_changed_is_found(folder):
     write_card(folder)
     assert stale_cards(folder.parent) == []

@@ -161,7 +161,7 @@ def page(studio: Studio) -> gr.Blocks:
     with gr.Blocks(title="Carryover Drafting", analytics_enabled=False) as blocks:
         gr.HTML(
             '<header class="top"><h1>Carryover Drafting</h1><p>A small drafter guesses, the target checks, and what '
-            "it rejects helps with the next guess. The text stays the target's own.</p></header>"
+            "it rejects is shown to the next guess. The text stays the target's own.</p></header>"
         )
         with gr.Row(equal_height=False):
             with gr.Column(scale=6, min_width=300):

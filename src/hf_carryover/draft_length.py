@@ -11,8 +11,9 @@ from .round_seconds import RoundSeconds, curve
 AUTO = "auto"
 # Rounds that the guess before any acceptance is worth, and what a round weighs less when the next one comes.
 PRIOR_ROUNDS, DECAY = 4.0, 0.97
-# Plain rounds before drafting is tried again; doubled after each try that does not pay.
-FIRST_WAIT, LONGEST_WAIT = 32, 256
+# Plain rounds before drafting is tried again, which also makes the drafter read the text so far; doubled after each
+# try that does not pay.
+FIRST_WAIT, LONGEST_WAIT = 64, 256
 
 
 def longest_draft(drafter: Any) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 KEPT, NEEDED = 9, 2
 # Rounds after which one is no longer believed; a plain round's sooner, for all choices are compared with it, and a
 # machine is now faster, now slower.
-FRESH, FRESH_PLAIN = 256, 64
+FRESH, FRESH_PLAIN = 512, 64
 
 
 class RoundSeconds:
