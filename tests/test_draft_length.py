@@ -238,7 +238,8 @@ def test_drafting_comes_back_when_it_pays_again():
         choice.times.found[length].clear()
     lengths = run(choice, accepted=4, seconds=seconds, rounds=400)
 
-    assert lengths[-40:].count(4) >= 34
+    assert set(lengths[-40:]) <= {4, 0}  # a plain round is timed now and then
+    assert lengths[-40:].count(4) >= 38
 
 
 def test_timings_without_the_whole_block_are_told_in_short_calls_too(pair):

@@ -11,8 +11,7 @@ from .round_seconds import RoundSeconds, curve
 AUTO = "auto"
 # Rounds that the guess before any acceptance is worth, and what a round weighs less when the next one comes.
 PRIOR_ROUNDS, DECAY = 4.0, 0.97
-# Plain rounds before drafting is tried again, which also makes the drafter read the text so far; doubled after each
-# try that does not pay.
+# Plain rounds before drafting, which first has to read them, is tried again; doubled after a try that does not pay.
 FIRST_WAIT, LONGEST_WAIT = 64, 256
 
 
@@ -95,18 +94,16 @@ class DraftLength:
     def choose(self, room: int) -> int:
         """Drafts of the next round, at most ``room``; where none pay, a few are tried again at growing intervals.
 
-        Where some pay, a plain round is timed now and then. `is_open` says that a confidence head may end the round's
-        drafts earlier, as `goes_on` says.
+        Where some pay, a plain round is timed now and then. If `is_open`, `goes_on` may end a round's drafts earlier.
         """
         self.is_open = False
         most, known = min(self.longest, room), self.times.known()
         if most <= 0:
             return 0
         longest = self.longest if self.times.is_frozen or self.longest in known else most
-        wanted = () if self.times.is_frozen else (longest, 0, (longest + 1) // 2)
-        for length in wanted:  # no choice before it is known what these take
-            if length not in known:
-                return min(length, most)
+        missing = [length for length in (longest, 0, (longest + 1) // 2) if length not in known]
+        if missing and not self.times.is_frozen:  # no choice before it is known what these take
+            return min(missing[0], most)
         self.seconds, acceptance = curve(known, longest)[: most + 1], self.acceptance.estimate()[:most]
         best = best_draft_length(acceptance, self.seconds)
         if best > 0:

@@ -15,18 +15,13 @@ import torch
 from huggingface_hub import cached_assets_path
 from torch import nn
 
-# Measurements of a length that are looked at, and those it takes before it is trusted.
-KEPT, NEEDED = 9, 2
-# Rounds after which one is no longer believed; a plain round's sooner, for all choices are compared with it, and a
-# machine is now faster, now slower.
-FRESH, FRESH_PLAIN = 512, 64
+# Measurements of a length that are looked at, those it takes before it is trusted, and the rounds for which one is
+# believed: a plain round's for fewer, since all choices are compared with it and machines are now faster, now slower.
+KEPT, NEEDED, FRESH, FRESH_PLAIN = 9, 2, 512, 64
 
 
 class RoundSeconds:
-    """Seconds of whole rounds by drafts handed over; calls of several threads may record at once.
-
-    With seconds ``given`` by length, those are used and nothing is learned.
-    """
+    """Seconds of whole rounds by drafts handed over; with those ``given``, nothing is learned."""
 
     def __init__(self, given: Mapping[Any, float] | None = None) -> None:
         self.is_frozen, self.num_rounds = given is not None, 0
@@ -80,8 +75,7 @@ def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> Ro
         for _ in range(2):  # what only a first call costs is no measure
             measured_times(target, drafter).found.clear()
             measure()
-        found = measured_times(target, drafter).found
-        known = {length: median_low([seconds for _, seconds in rows]) for length, rows in found.items()}
+        known = {n: median_low([s for _, s in rows]) for n, rows in measured_times(target, drafter).found.items()}
         unfinished = path.with_name(f"{uuid4().hex}.unfinished")
         unfinished.write_text(json.dumps(known))
         unfinished.replace(path)
