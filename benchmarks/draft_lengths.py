@@ -95,7 +95,8 @@ def main():
         for chosen in [evenly_spaced(read_prompts(name).prompts, options.prompts_per_set)]
     }
     prompts = [prompt for chosen in sets.values() for prompt in chosen]
-    warm_up([System("plain", {}), drafting("auto", drafter)], target, prompts[0], **decoding_options(0.0, 8))
+    systems = [System("plain", {}), drafting("auto", drafter, draft_length="auto")]
+    warm_up(systems, target, prompts[0], **decoding_options(0.0, 8))
     show_speed(target, drafter, sets, console, repeats=options.repeats, max_new_tokens=options.max_new_tokens)
 
     torch.manual_seed(0)

@@ -69,6 +69,8 @@ def main() -> None:
     }
     if args.drafter:
         drafters["given"] = load_drafter(args.drafter, target=target, dtype=torch.float32)
+    for drafter in drafters.values():
+        drafter.draft_length = None  # all drafts
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     seen = {(row["set"], row["prompt"]) for row in done}
     sets = {

@@ -27,6 +27,8 @@ from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, 
 from hf_carryover.training.data import most_used_tokens
 
 VOCAB, END, MASK = 4096, 0, 1  # ids of the tiny vocabulary: end of text, mask slots, then the most used tokens
+PROMPT, ANSWER = 40, 96  # tokens
+VARIED = 0.4  # share of an answer's tokens that must differ: so small a target often repeats itself
 SHAPE = {"num_hidden_layers": 2, "block_size": 5, "draft_vocab_size": None}
 SETTINGS: dict[str, dict[str, Any]] = {
     "as shipped": {},
@@ -87,10 +89,12 @@ def make_target(data: str, out: Path, *, steps: int) -> tuple[PreTrainedModel, l
         _, tokenizer = load_target("smollm2")
         found = read_examples(data, tokenizer, max_length=512).examples
         known, _ = most_used_tokens(found, VOCAB - 2, always=[tokenizer.eos_token_id])
-        table = torch.full((tokenizer.vocab_size + 64,), MASK + 1)
+        table = torch.zeros(tokenizer.vocab_size + 64, dtype=torch.long)
         table[known] = torch.arange(2, VOCAB)
-        table[tokenizer.eos_token_id] = END
-        texts = [table[torch.tensor(e.prompt_ids[-32:] + e.answer_ids)][:256] for e in found]
+        rare = table == 0
+        table[tokenizer.eos_token_id], rare[tokenizer.eos_token_id] = END, False
+        whole = (torch.tensor(e.prompt_ids[-32:] + e.answer_ids) for e in found)
+        texts = [table[ids[~rare[ids]]][: PROMPT + ANSWER] for ids in whole]
         torch.manual_seed(0)
         target = LlamaForCausalLM(
             LlamaConfig(
@@ -101,7 +105,7 @@ def make_target(data: str, out: Path, *, steps: int) -> tuple[PreTrainedModel, l
         )  # fmt: skip
         teach(target, texts, steps=steps)
         target.save_pretrained(out / "target")
-        rows = write(target.eval(), [text[:40] for text in texts[:4000]])
+        rows = write(target.eval(), [text[:PROMPT] for text in texts])
         (out / "texts.json").write_text(json.dumps(rows))
     target = LlamaForCausalLM.from_pretrained(out / "target").eval()
     return target, [Example(*row) for row in json.loads((out / "texts.json").read_text())]
@@ -125,15 +129,15 @@ def teach(target: PreTrainedModel, texts: list[torch.Tensor], *, steps: int) -> 
 
 
 def write(target: PreTrainedModel, prompts: list[torch.Tensor]) -> list[tuple[list[int], list[int]]]:
-    """Greedy answers of at most 96 tokens."""
+    """Greedy answers to prompts that are whole, but those that say the same over and over."""
     rows = []
-    whole = [prompt for prompt in prompts if len(prompt) == 40]
+    whole = [prompt for prompt in prompts if len(prompt) == PROMPT]
     for start in range(0, len(whole), 128):
         ids = torch.stack(whole[start : start + 128])
-        text = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
-        for prompt, answer in zip(ids.tolist(), text[:, 40:].tolist(), strict=True):
+        text = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=ANSWER)
+        for prompt, answer in zip(ids.tolist(), text[:, PROMPT:].tolist(), strict=True):
             end = answer.index(END) + 1 if END in answer else len(answer)
-            if end > 2:
+            if end > 2 and len(set(answer[:end])) > VARIED * end:
                 rows.append((prompt, answer[:end]))
     return rows
 

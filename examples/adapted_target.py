@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> None:
     torch.manual_seed(0)
     target, tokenizer = load_target("smollm2")
     drafter = load_drafter(arguments[0], target=target)
+    drafter.draft_length = None  # all drafts of each block: what is accepted is compared here, not time
     inputs = tokenizer("The three primary colours are", return_tensors="pt").to(target.device)
     options = {"do_sample": False, "max_new_tokens": 24}
 

@@ -32,6 +32,7 @@ def run(system, target, drafter, inputs, max_new_tokens):
     options = {"do_sample": False, "max_new_tokens": max_new_tokens}
     if system != "plain":
         drafter.carry_enabled = system == "carry on"
+        drafter.draft_length = None  # all drafts; by default a drafter hands over as many as pay on this machine
         options["assistant_model"] = drafter
     start = perf_counter()
     text = target.generate(**inputs, **options)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from hf_carryover import CarryoverDrafterModel
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
@@ -14,7 +16,15 @@ def _own_timings(tmp_path_factory):
     """Timings that automatic draft lengths keep go to a folder of the run, not to the user's."""
     folder = tmp_path_factory.mktemp("timings")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_carryover.round_seconds.cached_assets_path", lambda *_, **__: folder)
+        patch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _all_drafts():
+    """Drafters hand over all drafts unless a test says otherwise: a clock must not decide what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CarryoverDrafterModel, "draft_length", None)
         yield
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from hf_carryover import CarryoverDrafterConfig, CarryoverDrafterModel
 
+DEFAULT_DRAFT_LENGTH = CarryoverDrafterModel.draft_length  # of users; tests hand over all drafts (conftest.py)
 VOCAB = 61
 MASK = 60
 LAYERS = 4

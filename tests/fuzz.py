@@ -75,6 +75,7 @@ class Case:
     options: dict[str, Any]
     stops: dict[str, Any]
     inputs: dict[str, Any] = field(default_factory=dict)
+    block_seconds: float | None = None  # of a round with all drafts, a plain one taking 1: lengths are automatic
 
 
 def draw(seed):
@@ -105,6 +106,7 @@ def draw(seed):
         options=draw_options(rng, vocab_size),
         stops=draw_stops(rng, vocab_size),
         inputs=draw_inputs(rng),
+        block_seconds=rng.choice((None, None, 1.01, 1.5, 3.0)),
     )
 
 
@@ -178,6 +180,8 @@ def drafter_of(case):
         chosen = torch.randperm(case.vocab_size)[: case.drafter["draft_vocab_size"]].sort().values
         drafter.draft_vocab_ids.copy_(chosen)
     drafter.carry_enabled, drafter.draft_length = case.carry, case.draft_length
+    if case.block_seconds is not None:
+        drafter.draft_length, drafter.timings = "auto", {0: 1.0, drafter.config.num_drafts: case.block_seconds}
     return drafter
 
 
@@ -349,7 +353,9 @@ def enumerate_samples(case):
     target = make_target(case.architecture, seed=case.seed % 5, num_hidden_layers=3, **sizes)
     layout = {name: case.drafter[name] for name in ("sample_from_anchor", "markov_head_type", "markov_rank")}
     drafter = make_drafter(block_size=3, mask_token_id=2, target_layer_ids=[0], seed=case.seed % 7, **sizes, **layout)
-    drafter.carry_enabled = case.carry
+    drafter.carry_enabled, drafter.draft_length = case.carry, case.draft_length
+    if case.block_seconds is not None:
+        drafter.draft_length, drafter.timings = "auto", {0: 1.0, drafter.config.num_drafts: case.block_seconds}
     options = {"top_k": 0} | rng.choice(WARPERS) | rng.choice(({}, {"repetition_penalty": 1.5}))
     options |= rng.choice(({}, {"eos_token_id": 1}, {"no_repeat_ngram_size": 3}, {"bad_words_ids": [[0, 1]]}))
     ids = torch.tensor([[0, 1, 1, 2]])

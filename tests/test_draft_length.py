@@ -1,17 +1,21 @@
+import json
 import random
 import re
+from contextlib import contextmanager
 from itertools import pairwise, product
+from time import perf_counter, sleep
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_carryover import CarryoverCandidateGenerator, round_seconds
+from hf_carryover import CarryoverCandidateGenerator, CarryoverDrafterModel
 from hf_carryover.cache_carryover import MEMORIES
+from hf_carryover.decoding import MEASURED_PROMPT, MEASURED_ROUNDS
 from hf_carryover.draft_length import FIRST_WAIT, Acceptance, DraftLength, best_draft_length
 from hf_carryover.round_seconds import RoundSeconds, curve
 from tests.enumeration import Tree, distance, law_of_target
-from tests.fakes import ScriptedDrafter, make_drafter, make_target, plain, prompt
+from tests.fakes import DEFAULT_DRAFT_LENGTH, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
 
 def brute_force(acceptance, seconds):
@@ -253,7 +257,7 @@ def test_timings_without_the_whole_block_are_told_in_short_calls_too(pair):
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
     """A target, a drafter that is right as a script says, and a cache folder of its own."""
-    monkeypatch.setattr(round_seconds, "cached_assets_path", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
     target = make_target()
 
     def make(counts):
@@ -308,9 +312,100 @@ def test_sampling_measures_once_and_then_repeats_itself(pair, tmp_path):
         texts.append(plain(target, input_ids=prompt(), assistant_model=drafter, do_sample=True).tolist())
         lengths.append(handed(drafter))
 
-    assert len(list(tmp_path.glob("*.json"))) == 1
+    (file,) = tmp_path.rglob("*.json")
+    assert {"0", "2", "4"} <= json.loads(file.read_text()).keys()
     assert texts[0] == texts[1] != texts[2]
     assert lengths[0] == lengths[1]
+
+
+def test_without_a_cache_folder_a_process_measures_once(pair, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "file"))
+    target, drafter, lengths = pair[0], make_drafter(), []
+    drafter.draft_length = "auto"
+    with watched(target) as passes:
+        for _ in range(2):
+            torch.manual_seed(0)
+            plain(target, input_ids=prompt(), assistant_model=drafter, do_sample=True)
+            lengths.append(handed(drafter))
+
+    assert lengths[0] == lengths[1]
+    assert len(passes) == 2 * (len(lengths[0]) + 1) + 2 * (MEASURED_ROUNDS + 3)
+
+
+def test_greedy_text_in_bf16_does_not_depend_on_a_clock(pair, tmp_path, monkeypatch):
+    # A block of rows and single rows round differently there: another length could be another text.
+    target, drafter = make_target().bfloat16(), make_drafter().bfloat16()
+    drafter.draft_length = "auto"
+    texts, lengths = [], []
+    for factor in (1.0, -1.0):  # in the second call all rounds seem to take less than no time
+        monkeypatch.setattr("hf_carryover.drafting.perf_counter", lambda f=factor: f * perf_counter())
+        texts.append(plain(target, input_ids=prompt(), assistant_model=drafter).tolist())
+        lengths.append(handed(drafter))
+
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    assert texts[0] == texts[1]
+    assert lengths[0] == lengths[1]
+
+
+@contextmanager
+def watched(target):
+    """Rows of the target's passes."""
+    rows = []
+    hook = target.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield rows
+    hook.remove()
+
+
+@pytest.mark.parametrize("accepted", [0, 4])
+def test_measuring_takes_some_rounds_whatever_is_accepted_or_the_target_is_set_to(pair, accepted):
+    target, make = pair
+    drafter = make([accepted])
+    truth = plain(target, input_ids=torch.zeros(1, MEASURED_PROMPT, dtype=torch.long), max_new_tokens=80)
+    drafter.follow(truth, [accepted])
+    target.generation_config.update(use_cache=False, guidance_scale=2.0, max_time=1e-9, num_beams=3)
+    own = {"use_cache": True, "guidance_scale": 1.0, "max_time": 1e3, "num_beams": 1, "max_new_tokens": 4}
+    with watched(target) as passes:
+        target.generate(prompt(), assistant_model=drafter, do_sample=True, **own)
+
+    assert passes[0] == passes[MEASURED_ROUNDS + 3] == MEASURED_PROMPT
+    assert len(passes) <= 2 * (MEASURED_ROUNDS + 3) + 4
+
+
+def test_measuring_is_no_part_of_the_time_that_a_call_may_take(pair, monkeypatch):
+    target, drafter = pair[0], make_drafter()
+    drafter.draft_length = "auto"
+    slow = lambda *_: sleep(3) or RoundSeconds({0: 1.0, 4: 2.0})  # noqa: E731
+    monkeypatch.setattr("hf_carryover.decoding.frozen_times", slow)
+
+    text = plain(target, input_ids=prompt(), assistant_model=drafter, do_sample=True, max_new_tokens=8, max_time=2.5)
+
+    assert text.shape[1] == prompt().shape[1] + 8
+
+
+def test_ranks_that_share_a_target_go_by_no_clocks(pair, tmp_path):
+    target, drafter = pair[0], make_drafter()
+    drafter.draft_length = "auto"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain(target, input_ids=prompt(), assistant_model=drafter, max_new_tokens=40)
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert set(handed(drafter)[:-5]) == {4}
+
+
+def test_users_get_automatic_lengths_unless_they_say_otherwise(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(CarryoverDrafterModel, "draft_length", DEFAULT_DRAFT_LENGTH)
+    drafter = make_drafter()
+    drafter.timings = {0: 1.0, 4: 9.0}
+    text = plain(pair[0], input_ids=prompt(), assistant_model=drafter)
+
+    assert drafter.draft_length == "auto"
+    assert torch.equal(text, plain(pair[0], input_ids=prompt()))
+    assert handed(drafter).count(0) > 0.8 * len(handed(drafter))
 
 
 def test_greedy_calls_learn_from_each_other_how_long_rounds_take(pair):

@@ -113,7 +113,8 @@ class Studio:
         drafter = None if name is None else self.drafters[name]
         plain, drafted = Answer("Plain"), None
         if drafter is not None:
-            drafter.carry_enabled = carry
+            # All drafts, so that there is something to see: by default few are handed over where they do not pay.
+            drafter.carry_enabled, drafter.draft_length = carry, None
             drafted = Answer("Carryover" if carry else "Drafter without carry", drafter.config.num_drafts)
         for _ in self._grow(plain, inputs, None, options):
             yield message(PLAIN_FIRST), stage(plain, drafted), ""

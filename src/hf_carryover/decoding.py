@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from functools import wraps
+from time import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
-from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingConfig
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, SynthIDTextWatermarkingConfig
 from transformers.generation import SynthIDTextWatermarkLogitsProcessor as SynthID
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
 from transformers.generation.configuration_utils import GenerationMode
@@ -18,7 +19,7 @@ from .cache_carryover import MEMORIES, recall
 from .configuration_carryover import CarryoverDrafterConfig
 from .draft_length import AUTO
 from .drafting import CarryoverCandidateGenerator
-from .round_seconds import RoundSeconds, frozen_times
+from .round_seconds import RoundSeconds, frozen_times, measured_times
 from .stopping import TokenGate, is_cut_by_loop
 
 # The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
@@ -80,7 +81,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             check_inputs(input_ids, kwargs)
             passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
             cache = kwargs["cache"]
-            passed_on |= {"memory": recall(cache, drafter), "times": _times(self, drafter, config)}
+            passed_on |= {"memory": recall(cache, drafter), "times": _times(self, drafter, kwargs, original)}
             generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
             by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
             gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
@@ -103,16 +104,34 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     return decode
 
 
-def _times(target: Any, drafter: Any, config: GenerationConfig) -> RoundSeconds | None:
-    """Timings that must not change: those given, or, where a seed shall give its text, measured once."""
-    if drafter.draft_length != AUTO or (drafter.timings is None and not config.do_sample):
+def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[..., Any]) -> RoundSeconds | None:
+    """Seconds of rounds for automatic lengths: given, learned, or frozen lest clocks move draws or bf16's rounding."""
+    if drafter.draft_length != AUTO:
         return None
     if drafter.timings is not None:
         return RoundSeconds(drafter.timings)
-    tokens = MEASURED_ROUNDS * (drafter.config.num_drafts + 1)
-    options = {"assistant_model": drafter, "max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
-    ids = torch.zeros(1, MEASURED_PROMPT, dtype=torch.long, device=target.device)  # any text will do
-    return frozen_times(target, drafter, lambda: target.generate(ids, attention_mask=ids + 1, **options))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None  # ranks that share a target must not go by clocks of their own: all drafts
+    if not kwargs["generation_config"].do_sample and target.dtype in (torch.float32, torch.float64):
+        return measured_times(target, drafter)
+
+    def measure() -> RoundSeconds:
+        ids, times = torch.zeros(1, MEASURED_PROMPT, dtype=torch.long, device=target.device), RoundSeconds()
+        most = MEASURED_PROMPT + (MEASURED_ROUNDS + 3) * (drafter.config.num_drafts + 1)
+        options: Any = {"generation_config": GenerationConfig(max_length=most)}
+        options |= {"logits_processor": LogitsProcessorList()}
+        generator = CarryoverCandidateGenerator(drafter, target, times=times, **options)
+        enough = [lambda *_, **__: torch.full((1,), times.num_rounds >= MEASURED_ROUNDS, device=ids.device)]
+        options |= {"stopping_criteria": StoppingCriteriaList(enough), "cache": DynamicCache(config=target.config)}
+        decode(target, ids, assistant_model=generator, attention_mask=ids + 1, use_cache=True, **options)
+        return times
+
+    began = time()
+    times = frozen_times(target, drafter, measure)
+    for criterion in kwargs["stopping_criteria"]:
+        if isinstance(criterion, MaxTimeCriteria):  # what is measured once is no part of a call's time
+            criterion.initial_timestamp += time() - began
+    return times
 
 
 def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,9 +91,14 @@ def run_demo(
     max_new_tokens: int,
     console: Console,
 ) -> bool:
-    """Answer the prompts with every system in turn, then compare; returns whether the texts were as they must be."""
+    """Answer the prompts with every system in turn, then compare; returns whether the texts were as they must be.
+
+    The drafter hands over all drafts of its blocks, whether that pays or not, so that there is something to see.
+    """
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     systems = (None,) if drafter is None else (None, drafter)
+    if drafter is not None:
+        drafter.draft_length = None
     answers: list[list[Answer]] = []
     all_right = True
     for number, prompt in enumerate(PROMPTS):
@@ -158,7 +163,8 @@ def what_limits(target: PreTrainedModel, drafter: CarryoverDrafterModel, answers
     cost = (block + draft) / one
     return (
         f"A round costs {cost:.1f} single tokens here ({block / one:.1f} to verify {num_rows} rows, {draft / one:.1f} "
-        f"to draft), so an accepted length of {cost:.1f} breaks even; it was {stats.accepted_length:.2f}."
+        f"to draft), so an accepted length of {cost:.1f} breaks even; it was {stats.accepted_length:.2f}. This demo "
+        "hands over all drafts; `generate` by default as many as pay on this machine (`drafter.draft_length`)."
     )
 
 

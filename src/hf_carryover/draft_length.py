@@ -38,17 +38,12 @@ def best_draft_length(acceptance: Sequence[float], seconds: Sequence[float]) -> 
     return rates.index(max(rates))
 
 
-@dataclass
 class Acceptance:
     """How often draft j was accepted after all before it were, recent rounds counting more; ``prior`` ``[K]``."""
 
-    prior: Sequence[float]
-    tried: list[float] = field(init=False)
-    accepted: list[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tried = [PRIOR_ROUNDS] * len(self.prior)
-        self.accepted = [PRIOR_ROUNDS * guess for guess in self.prior]
+    def __init__(self, prior: Sequence[float]) -> None:
+        self.prior, self.tried = prior, [PRIOR_ROUNDS] * len(prior)
+        self.accepted = [PRIOR_ROUNDS * guess for guess in prior]
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
         """A round: only drafts up to the first rejected one were judged."""

@@ -11,29 +11,24 @@ from transformers.modeling_outputs import ModelOutput
 
 from .acceptance import DraftStats, Round, Verdict, split_at_acceptance
 from .cache_carryover import CarryoverCache
-from .draft_length import AUTO, Acceptance, DraftLength, longest_draft
+from .draft_length import Acceptance, DraftLength, longest_draft
 from .modeling_carryover import CarryoverDrafterModel
-from .round_seconds import RoundSeconds, measured_times
+from .round_seconds import RoundSeconds
 
 
 class CarryoverCandidateGenerator(CandidateGenerator):
     """Drafts for one ``generate`` call. `get_candidates` is the round; all state lives and dies with this object.
 
     The target lends its embedding and output head; draft logits pass through the call's processors like its own.
+    Drafts are handed over as ``drafter.draft_length`` says; as many as pay only where ``times`` are there to tell.
     """
 
     requires_model_outputs = True
 
     def __init__(
-        self,
-        drafter: CarryoverDrafterModel,
-        target: PreTrainedModel,
-        *,
-        generation_config: GenerationConfig,
-        logits_processor: LogitsProcessorList,
-        memory: CarryoverCache | None = None,
-        times: RoundSeconds | None = None,
-    ) -> None:
+        self, drafter: CarryoverDrafterModel, target: PreTrainedModel, *, generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList, memory: CarryoverCache | None = None, times: RoundSeconds | None = None,
+    ) -> None:  # fmt: skip
         self.drafter = drafter
         self.embedding = target.get_input_embeddings()
         output_head = target.get_output_embeddings()
@@ -48,22 +43,16 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = {"output_hidden_states": True if wants_all else self.hidden_state_ids}
         self.cache = CarryoverCache() if memory is None else memory
         self.lengths, self.round_start = None, 0.0
-        if drafter.draft_length == AUTO:
+        if times is not None:
             prior = [0.5] * self.draft_length if drafter.acceptance_prior is None else drafter.acceptance_prior
-            times = measured_times(target, drafter) if times is None else times
-            self.lengths = DraftLength(
-                self.draft_length, Acceptance(prior), times, has_judge=drafter.confidence_head is not None
-            )
+            has_judge = drafter.confidence_head is not None
+            self.lengths = DraftLength(self.draft_length, Acceptance(prior), times, has_judge)
         self.stats = drafter.last_stats = DraftStats()
 
     def get_candidates(
-        self,
-        input_ids: Tensor,
-        model_kwargs: dict[str, Any],
-        model_outputs: ModelOutput | None,
-        is_first_iteration: bool,  # noqa: ARG002
-        n_last_matches: int,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, input_ids: Tensor, model_kwargs: dict[str, Any], model_outputs: ModelOutput | None,
+        is_first_iteration: bool, n_last_matches: int,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """One round of drafting (arXiv 2609.14717), from the target's last pass to its next.
 
         Args:

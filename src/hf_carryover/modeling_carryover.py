@@ -54,14 +54,9 @@ class CarryoverAttention(qwen3.Qwen3Attention):
         self.block_is_causal = self.sliding_window is not None if config.is_causal is None else config.is_causal
 
     def forward(
-        self,
-        block: Tensor,
-        memory: Tensor,
-        angles: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        cache: Cache | None,
-        num_carried: int,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, block: Tensor, memory: Tensor, angles: tuple[Tensor, Tensor], attention_mask: Tensor | None,
+        cache: Cache | None, num_carried: int,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Slots ``[1, B, D]`` and new memory ``[1, S, D]`` in; slots and, if eager, attention probabilities out."""
         num_slots = block.shape[1]
         rows = torch.cat([memory, block], dim=1)  # [1, S + B, D]
@@ -163,7 +158,7 @@ class CarryoverDrafterModel(PreTrainedModel):
     target's ``generate``; the constructor installs the seam that makes this work.
 
     Attributes:
-        draft_length: Most drafts a round hands over; None: all of them; ``"auto"``: as many as pay, round by round.
+        draft_length: Most drafts a round hands over; None: all; ``"auto"`` (the default): as many as pay.
         timings: For ``"auto"``, seconds of a round by drafts handed over, so that choices do not depend on a clock.
         acceptance_prior: For ``"auto"``, the acceptance of each draft to start from, ``[K]``; None: one half.
         last_stats: `DraftStats` of the last ``generate`` call; None before it.
@@ -176,6 +171,7 @@ class CarryoverDrafterModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     draft_vocab_ids: Tensor
+    draft_length: int | str | None = "auto"
 
     def __init__(self, config: CarryoverDrafterConfig) -> None:
         super().__init__(config)
@@ -190,7 +186,6 @@ class CarryoverDrafterModel(PreTrainedModel):
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)}) if config.enable_confidence_head else None
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
-        self.draft_length: int | str | None = None
         self.timings: dict[int, float] | None = None
         self.acceptance_prior: list[float] | None = None
         self.last_stats: Any = None
@@ -218,14 +213,9 @@ class CarryoverDrafterModel(PreTrainedModel):
         self._carry_enabled = value
 
     def forward(
-        self,
-        noise_embeds: Tensor,
-        context_hidden_states: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
-        cache: Cache | None = None,
-        num_carried: int = 0,
-    ) -> BaseModelOutputWithPast:
+        self, noise_embeds: Tensor, context_hidden_states: Tensor, position_ids: Tensor,
+        attention_mask: Tensor | dict[str, Tensor] | None = None, cache: Cache | None = None, num_carried: int = 0,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         """One drafter pass: new rows in, slots ``[1, B, D]`` out. Arguments as in Transformers' DFlash generator.
 
         Args:

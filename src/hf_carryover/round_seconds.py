@@ -5,14 +5,16 @@ import json
 import platform
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
+from threading import Lock
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
-from huggingface_hub import cached_assets_path
+from huggingface_hub import constants
 from torch import nn
 
 # Measurements of a length that are looked at, those it takes before it is trusted, and the rounds for which one is
@@ -53,6 +55,7 @@ def curve(known: Mapping[int, float], longest: int) -> list[float]:
     return values
 
 
+MEASURING = Lock()
 TIMES: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[str, RoundSeconds]]] = WeakKeyDictionary()
 
 
@@ -66,17 +69,21 @@ def _place(model: Any) -> str:
     return f" {platform.node()} {model.device} {model.dtype} {torch.get_num_threads()}"
 
 
-def frozen_times(target: Any, drafter: Any, measure: Callable[[], object]) -> RoundSeconds:
-    """The same, measured once on this machine and then read from the cache folder, so that choices repeat."""
+def frozen_times(target: Any, drafter: Any, measure: Callable[[], RoundSeconds]) -> RoundSeconds:
+    """Those measured once on this machine: in the cache folder, or in this process where it cannot be written."""
     facts = [model.config.to_json_string() + _place(model) for model in (target, drafter)]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
-    path = Path(cached_assets_path("hf_carryover", namespace="timings")) / f"{name}.json"
-    if not path.exists():
-        for _ in range(2):  # what only a first call costs is no measure
-            measured_times(target, drafter).found.clear()
-            measure()
-        known = {n: median_low([s for _, s in rows]) for n, rows in measured_times(target, drafter).found.items()}
-        unfinished = path.with_name(f"{uuid4().hex}.unfinished")
-        unfinished.write_text(json.dumps(known))
-        unfinished.replace(path)
-    return RoundSeconds(json.loads(path.read_text()))
+    path = Path(constants.HF_ASSETS_CACHE) / "hf_carryover" / "timings" / f"{name}.json"
+    by_place = TIMES.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
+    with MEASURING:
+        if name not in by_place and path.exists():
+            by_place[name] = RoundSeconds(json.loads(path.read_text()))
+        elif name not in by_place:
+            measure()  # what only a first call costs is no measure
+            by_place[name] = RoundSeconds(known := measure().known())
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_name(f"{uuid4().hex}.unfinished")
+                unfinished.write_text(json.dumps(known))
+                unfinished.replace(path)
+    return by_place[name]

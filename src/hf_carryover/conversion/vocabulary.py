@@ -30,6 +30,6 @@ def restrict_vocabulary(drafter: CarryoverDrafterModel, token_ids: Tensor) -> Ca
     changed = CarryoverDrafterConfig(**(config.to_dict() | {"draft_vocab_size": len(token_ids)}))
     # Not `.to(dtype)`: the rotary table stays in fp32, as when a folder is loaded.
     copy = CarryoverDrafterModel.from_pretrained(None, config=changed, state_dict=tensors, dtype=drafter.dtype)
-    for name in ("draft_length", "timings", "_carry_enabled"):
+    for name in ("draft_length", "timings", "acceptance_prior", "_carry_enabled"):
         setattr(copy, name, getattr(drafter, name))
     return copy.to(drafter.device).train(drafter.training)

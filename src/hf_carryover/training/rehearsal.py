@@ -192,8 +192,9 @@ class Rehearsal:
         return torch.stack(masses).mean().item() if carries.any() else 0.0
 
     def accepted_length(self, prompts: Sequence[list[int]], *, carry: bool, max_new_tokens: int) -> float:
-        """Tokens a round of real rounds after prompts, greedy."""
-        before, self.drafter._carry_enabled = self.drafter._carry_enabled, carry
+        """Tokens a round of real rounds with all drafts after prompts, greedy."""
+        before = self.drafter._carry_enabled, self.drafter.draft_length
+        self.drafter._carry_enabled, self.drafter.draft_length = carry, None
         tokens, rounds = 0, 0
         try:
             for prompt in prompts:
@@ -205,7 +206,7 @@ class Rehearsal:
                 stats = self.drafter.last_stats
                 tokens, rounds = tokens + stats.num_tokens, rounds + len(stats.rounds)
         finally:
-            self.drafter._carry_enabled = before
+            self.drafter._carry_enabled, self.drafter.draft_length = before
         return tokens / max(rounds, 1)
 
     def next_anchors(self, texts: Texts, anchors: Tensor, num_accepted: Tensor) -> Tensor:
