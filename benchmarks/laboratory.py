@@ -7,8 +7,9 @@ these, one setting changed at a time, two seeds each. ``results.json`` keeps wha
 table shows tokens a round on prompts held out (greedy, real rounds, carry off).
 
 Then what carried rows are worth there: from a drafter that was trained four times as long, a control and Carryover,
-with carry embeddings of several first sizes, again for the same CPU seconds; tokens a round with carry off, and, of
-those that learned to carry, on. A folder belongs to one ``--seconds``.
+with carry embeddings of several first sizes, again for the same CPU seconds, and for four times as many. Beside
+tokens a round with carry off and, of those that learned to carry, on, it shows what carried rows take off the loss
+and how much attention they get. A folder belongs to one ``--seconds``.
 """
 
 import argparse
@@ -57,6 +58,8 @@ CARRIES: dict[str, dict[str, Any]] = {
     "E of 0.3": {"stage": "carryover"},
     "E of 3": {"stage": "carryover", "carry_scale": 3.0},
     "E of 0.3, anchor's row first": {"stage": "carryover", "curriculum_steps": 100},
+    "control, 4 times as long": {"stage": "control", "times": 4},
+    "E of 0.3, 4 times as long": {"stage": "carryover", "times": 4},
 }
 
 
@@ -201,28 +204,31 @@ def try_carry(
         train(drafter, target, examples, out, seed=seed, seconds=4 * seconds)
         drafter.save_pretrained(unfinished := start.with_name(f"{start.name}.unfinished"))
         unfinished.rename(start)
-    drafter = CarryoverDrafterModel.from_pretrained(start)
-    return train(drafter, target, examples, out, seed=100 + seed, seconds=seconds, **changes)
+    drafter, settings = CarryoverDrafterModel.from_pretrained(start), dict(changes)
+    seconds *= settings.pop("times", 1)
+    return train(drafter, target, examples, out, seed=100 + seed, seconds=seconds, **settings)
 
 
 def show(results: dict[str, dict[str, float]], settings: dict[str, dict[str, Any]]) -> None:
-    """A line a setting, both seeds."""
-    table = Table("setting", "carry off", "seeds", "carry on", "seeds", "steps", "estimate", title="Tokens a round")
-    for name in settings:
-        rows = [row for key, row in results.items() if key.rpartition(" seed ")[0] == name]
+    """A line a setting: means, and both seeds."""
+    columns = {"accepted_length": "carry off", "accepted_length_carry": "carry on", "steps": "steps",
+               "estimate": "estimate", "carry_gain": "loss saved", "attention_mass": "attention"}  # fmt: skip
+    shown = [{name: row for name, row in results.items() if name.rpartition(" seed ")[0] == one} for one in settings]
+    used = {
+        name: title for name, title in columns.items() if any(name in row for rows in shown for row in rows.values())
+    }
+    table = Table("setting", *used.values(), title="Tokens a round; each seed in brackets")
+    for one, rows in zip(settings, shown, strict=True):
         if rows:
-            table.add_row(
-                name, *seeds(rows, "accepted_length"), *seeds(rows, "accepted_length_carry"),
-                f"{sum(row['steps'] for row in rows) / len(rows):.0f}",
-                f"{sum(row['estimate'] for row in rows) / len(rows):.3f}",
-            )  # fmt: skip
-    Console(width=120).print(table)
+            table.add_row(one, *(seeds([*rows.values()], name) for name in used))
+    Console(width=150).print(table)
 
 
-def seeds(rows: list[dict[str, float]], name: str) -> tuple[str, str]:
+def seeds(rows: list[dict[str, float]], name: str) -> str:
     """Mean, and each; nothing where it was not measured."""
     values = [row[name] for row in rows if name in row]
-    return (f"{sum(values) / len(values):.3f}", " ".join(f"{v:.3f}" for v in values)) if values else ("", "")
+    mean = sum(values) / max(len(values), 1)
+    return f"{mean:.3g} [{', '.join(f'{v:.3g}' for v in values)}]" if values else ""
 
 
 def main() -> None:
