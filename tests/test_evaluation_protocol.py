@@ -261,11 +261,11 @@ def test_text_that_is_not_the_targets_own_fails(tmp_path, models, three_prompts,
 
 def test_sampling_measures_its_timings_before_anything_counts(tmp_path, models, three_prompts, monkeypatch):
     """They are measured in a call of their own, which must not be taken for the one that is watched."""
-    monkeypatch.setattr("hf_carryover.round_seconds.cached_assets_path", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "assets"))
 
     summary = measure(models, [three_prompts], tmp_path / "out", temperatures=(0.0, 1.0))
 
-    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert len(list((tmp_path / "assets").rglob("*.json"))) == 1
     rows = [row for row in summary["results"] if row["system"] == "carry-auto"]
     assert all(0 < row["rounds"] <= row["tokens"] for row in rows)
 
