@@ -118,12 +118,12 @@ def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[.
     def measure() -> RoundSeconds:
         ids, times = torch.zeros(1, MEASURED_PROMPT, dtype=torch.long, device=target.device), RoundSeconds()
         most = MEASURED_PROMPT + (MEASURED_ROUNDS + 3) * (drafter.config.num_drafts + 1)
-        options: Any = {"generation_config": GenerationConfig(max_length=most)}
-        options |= {"logits_processor": LogitsProcessorList()}
-        generator = CarryoverCandidateGenerator(drafter, target, times=times, **options)
+        both: Any = {"generation_config": GenerationConfig(max_length=most), "logits_processor": LogitsProcessorList()}
+        generator = CarryoverCandidateGenerator(drafter, target, times=times, **both)
         enough = [lambda *_, **__: torch.full((1,), times.num_rounds >= MEASURED_ROUNDS, device=ids.device)]
-        options |= {"stopping_criteria": StoppingCriteriaList(enough), "cache": DynamicCache(config=target.config)}
-        decode(target, ids, assistant_model=generator, attention_mask=ids + 1, use_cache=True, **options)
+        both |= {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(most), *enough])}
+        both |= {"assistant_model": generator, "cache": DynamicCache(config=target.config)}
+        decode(target, ids, attention_mask=ids + 1, use_cache=True, **both)
         return times
 
     began = time()
