@@ -66,7 +66,18 @@ def test_the_same_call_goes_on_where_it_was_interrupted(tmp_path, models, three_
 
     assert visited.numbers == [1]
     assert [row["number"] for row in summary["prompts"]] == [0, 1]
-    assert not (tmp_path / "partial.jsonl").exists()
+
+
+def test_a_call_for_more_prompts_measures_those_alone(tmp_path, models, visited):
+    prompts = write_prompts(tmp_path / "four.jsonl", ["1 2 3", "4 5 6", "7 8 9", "3 2 1"])
+    few = measure(models, [prompts], tmp_path / "few", prompts_per_set=(2,))["prompts"]
+    visited.numbers.clear()
+
+    more = measure(models, [prompts], tmp_path / "few", prompts_per_set=(4,))["prompts"]
+
+    assert visited.numbers == [1, 3]
+    assert [row["number"] for row in more] == [0, 1, 2, 3]
+    assert [row["runs"] for row in few] == [more[0]["runs"], more[2]["runs"]]
 
 
 def test_what_is_measured_waits_for_a_set_that_has_failed(tmp_path, models, three_prompts, visited):
@@ -81,8 +92,8 @@ def test_what_is_measured_waits_for_a_set_that_has_failed(tmp_path, models, thre
 
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path, models, three_prompts, visited):
     interrupt(visited, models, [three_prompts], tmp_path)
-    partial = tmp_path / "partial.jsonl"
-    partial.write_text(partial.read_text() + partial.read_text()[:50])
+    kept = tmp_path / "visits.jsonl"
+    kept.write_text(kept.read_text() + kept.read_text()[:50])
 
     summary = measure(models, [three_prompts], tmp_path)
 
@@ -227,7 +238,10 @@ def test_temperatures_have_prompts_of_their_own_number(tmp_path, models, three_p
     assert {row["temperature"] for row in summary["results"]} == {0.0, 1.0}
 
 
-def test_report_says_what_a_number_is_worth_nothing_without(tmp_path, models, three_prompts):
+def test_report_says_what_a_number_is_worth_nothing_without(tmp_path, models, three_prompts, monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+
     measure(models, [three_prompts], tmp_path)
 
     found = json.loads((tmp_path / "evaluation.json").read_text())
@@ -237,7 +251,10 @@ def test_report_says_what_a_number_is_worth_nothing_without(tmp_path, models, th
     assert found["versions"].keys() == {"python", "hf-carryover", "torch", "transformers"}
     assert found["prompts"][0]["runs"]["carry-on"][0]["new_tokens"] == 4
     assert found["models"].keys() == {"target", "drafter"}
-    assert found["exactness"] == {"texts": 2 * 3 + 5, "differences": [], "passed": True}
+    assert found["environment"] == {"MKL_CBWR": "AVX2"}
+    assert "| environment | `{'MKL_CBWR': 'AVX2'}` |" in (tmp_path / "report.md").read_text()
+    # All eight ways beside plain on the timed prompt, carry off and on on the other.
+    assert found["exactness"] == {"texts": 8 + 2, "differences": [], "passed": True}
 
 
 def test_text_that_is_not_the_targets_own_fails(tmp_path, models, three_prompts, monkeypatch):

@@ -157,7 +157,7 @@ def test_a_prompt_that_is_not_timed_runs_each_system_once(slow_probe, tiny):
 def test_sampling_has_no_matched_anchors_and_no_differences(tiny):
     found = visit(step_of(timed=False, temperature=1.0), *tiny, turn=0)
 
-    assert (found.matched, found.differences, len(found.runs)) == (None, [], 4)
+    assert (found.matched, found.differences, len(found.runs)) == (None, [], 2)  # carry off and on
 
 
 def test_what_is_there_for_its_speed_runs_where_time_is_taken_alone():
@@ -166,7 +166,7 @@ def test_what_is_there_for_its_speed_runs_where_time_is_taken_alone():
 
     timed, other = (visit(step_of(timed=is_timed), systems, target, turn=0) for is_timed in (True, False))
 
-    assert timed.runs.keys() - other.runs.keys() == {"library-dflash", "carry-auto", "carry-1"}
+    assert timed.runs.keys() - other.runs.keys() == {"lookup", "library-dflash", "carry-auto", "carry-1"}
 
 
 def test_sampling_repeats_with_other_seeds_and_the_same_for_every_system(tiny):

@@ -51,6 +51,16 @@ def test_a_pushed_drafter_loads_by_its_name(pushed, hub):
     assert pushed["by_method"]
 
 
+def test_what_training_and_evaluation_leave_behind_is_not_pushed(pushed, hub):
+    assert pushed["push"][0] == 0
+    assert not [
+        name
+        for _, files in hub.repositories["owner/tiny"].commits
+        for name in files
+        if name.startswith(("visits", "train.log", "checkpoint-"))
+    ]
+
+
 def test_a_sharded_bf16_drafter_travels_whole(pushed, hub):
     files = hub.repositories["owner/tiny"].commits[-1][1]
 

@@ -107,7 +107,7 @@ def evaluate(
     target: TargetOption,
     drafter: Annotated[str, typer.Option(help="Drafter folder or Hub id.")],
     prompts: Annotated[list[str], typer.Option(help="JSONL or text file, or Hub data set; more may follow.")],
-    out: Annotated[Path, typer.Option(help="Folder of the report; the same command goes on where it stopped.")],
+    out: Annotated[Path, typer.Option(help="Folder of the report; the same command goes on; more prompts add to it.")],
     more_prompts: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     control: Annotated[str | None, typer.Option(help="A drafter trained alike, without carried rows.")] = None,
     prompts_per_set: Annotated[list[int], setting("prompts_per_set")],
@@ -204,7 +204,8 @@ def push(
         url = api.create_repo(name, private=private, exist_ok=True)
         # Old weights go in the same commit: a single file would win over new shards.
         api.upload_folder(
-            repo_id=name, folder_path=folder, commit_message="Drafter", ignore_patterns=["checkpoint-*", "*.log"],
+            repo_id=name, folder_path=folder, commit_message="Drafter",
+            ignore_patterns=["checkpoint-*", "*.log", "visits.jsonl"],
             delete_patterns=["*.safetensors", "*.safetensors.index.json"],
         )  # fmt: skip
     except HTTPError as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import shlex
 import shutil
@@ -19,6 +20,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Who saved a model, which says nothing about it.
 SAVED_WITH = ("architectures", "transformers_version")
 PACKAGES = ("hf-carryover", "torch", "transformers")
+# Settings from outside that change how long products take (README, "When it pays"), or memory to come.
+ENVIRONMENT = ("MKL_CBWR", "LD_PRELOAD")
 
 
 def describe_call() -> dict[str, Any]:
@@ -27,13 +30,14 @@ def describe_call() -> dict[str, Any]:
 
 
 def describe_machine(target: PreTrainedModel) -> dict[str, Any]:
-    """Versions, commit, processor, threads, and the number type and attention that the target computes with."""
+    """Versions, commit, processor, threads, settings, and the number type and attention the target computes with."""
     return {
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
         "commit": _commit(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.config._attn_implementation,
     }

@@ -20,7 +20,7 @@ from hf_carryover.evaluation.summary import summarize
 from hf_carryover.evaluation.visits import Step, Visit, VisitLog, visit
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
-PARTIAL_FILE = "partial.jsonl"
+VISITS_FILE = "visits.jsonl"
 
 
 def evaluate(
@@ -36,7 +36,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure a drafter beside plain `generate` and its rivals; write evaluation.json, report.md and plots.
 
-    Every finished prompt is kept in ``out``: the same call goes on where an interrupted one stopped. A set that cannot
+    Every finished prompt is kept in ``out``: the same call goes on where an interrupted one stopped, and a call for
+    more prompts, sets or temperatures measures those alone; take a new folder to measure all again. A set that cannot
     be measured is named in ``failed_sets``; the others run.
 
     Args:
@@ -81,15 +82,13 @@ def evaluate(
     facts = describe_machine(target) | {"models": models, "draft_lengths": list(arguments.draft_lengths)}
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    log = VisitLog(out / PARTIAL_FILE, facts)
+    log = VisitLog(out / VISITS_FILE, facts)
     systems = systems_for(target, drafter, control, arguments.draft_lengths)
     visits = run_steps(steps, systems, target, log, console)
     summary = describe_call() | facts | {"arguments": asdict(arguments), "failed_sets": failed, "notes": notes}
     summary |= summarize(visits)
     write_report(summary, out)
     draw_plots(summary, out)
-    if not failed:  # else what is measured waits for the sets that will be mended
-        log.path.unlink()
     return summary
 
 

@@ -22,6 +22,8 @@ from hf_carryover.evaluation.tables import (
     shown,
 )
 
+CONDITIONS = ("command", "date", "commit", "device", "threads", "environment", "dtype", "attention")
+
 
 def write_report(summary: dict[str, Any], out: Path) -> None:
     """Write ``evaluation.json``, an object of a list a line, and ``report.md`` into a folder."""
@@ -185,7 +187,7 @@ def _exactness(exactness: dict[str, Any]) -> list[str]:
 
 
 def _conditions(summary: dict[str, Any]) -> list[str]:
-    facts = {key: summary[key] for key in ("command", "date", "commit", "device", "threads", "dtype", "attention")}
+    facts = {key: summary[key] for key in CONDITIONS}
     for name, model in summary["models"].items():
         facts[name] = ", ".join(f"{key} {value}" for key, value in model.items())
     facts |= summary["versions"] | summary["arguments"]

@@ -46,7 +46,8 @@ def systems_for(
     needs a target with positions (Bloom has none). Beside all drafts, carry on hands over as many as pay
     (``carry-auto``), and ``draft_lengths`` of them, where that is fewer.
     """
-    systems = [System("plain", {}), System("lookup", {"prompt_lookup_num_tokens": LOOKUP_TOKENS})]
+    lookup = System("lookup", {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, timed_only=True)
+    systems = [System("plain", {}), lookup]
     has_positions = "position_ids" in signature(target.forward).parameters
     if not drafter.config.sample_from_anchor and drafter.markov_head is None and has_positions:
         options = {"assistant_model": drafter, "speculation_type": "dflash"}

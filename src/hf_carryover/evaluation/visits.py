@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,12 +50,12 @@ class Visit:
 def visit(step: Step, systems: Sequence[System], target: PreTrainedModel, *, turn: int) -> Visit:
     """Run every system on a prompt: in turn, bare, as often as asked if timed; then what is measured beside the time.
 
-    Where nothing is timed, carry on runs once only, with its extra passes: its text and rounds are the same; and
-    systems that are there for their speed do not run.
+    Where nothing is timed, systems that are there for their speed do not run; a greedy carry on runs once only, with
+    its extra passes, as its text and rounds are the same; nor does plain run when sampling: no text is compared then.
     """
     greedy = step.temperature == 0
     shown = [system for system in systems if step.timed or not system.timed_only]
-    bare = [system for system in shown if step.timed or not greedy or system.name != "carry-on"]
+    bare = [system for system in shown if step.timed or system.name != ("carry-on" if greedy else "plain")]
     runs: dict[str, list[Run]] = {system.name: [] for system in shown}
     for repeat in range(step.repeats if step.timed else 1):
         order = run_in_turn(bare, target, step.prompt, turn=turn + repeat, seed=step.seed + repeat, **step.decoding)
@@ -67,11 +67,10 @@ def visit(step: Step, systems: Sequence[System], target: PreTrainedModel, *, tur
         assert drafter is not None
         result, matched = run_matched(drafter, target, step.prompt, seed=step.seed, **step.decoding)
         runs["carry-on"] = runs["carry-on"] or [result]
-    plain_ids = runs["plain"][0].ids
+    runs = {name: repeats for name, repeats in runs.items() if repeats}
+    texts = {name: repeats[0].ids for name, repeats in runs.items()}
     found = [
-        find_difference(
-            system, target, step.prompt, plain_ids=plain_ids, ids=runs[system.name][0].ids, **step.decoding
-        )
+        find_difference(system, target, step.prompt, plain_ids=texts["plain"], ids=texts[system.name], **step.decoding)
         for system in (shown if greedy else ())
     ]
     differences = [difference for difference in found if difference is not None]
@@ -99,7 +98,7 @@ class VisitLog:
         return self._key(step) in self.visits
 
     def __getitem__(self, step: Step) -> Visit:
-        return self.visits[self._key(step)]
+        return replace(self.visits[self._key(step)], number=step.number)
 
     def __setitem__(self, step: Step, visit: Visit) -> None:
         key = self._key(step)
@@ -108,7 +107,8 @@ class VisitLog:
             file.write(json.dumps({"key": key, "visit": asdict(visit)}) + "\n")
 
     def _key(self, step: Step) -> str:
-        settings = [self.identity, step._asdict() | {"prompt": step.prompt.tolist()}]
+        # Where a prompt stands among those taken changes nothing about it: a longer evaluation has it, too.
+        settings = [self.identity, step._asdict() | {"prompt": step.prompt.tolist(), "number": None}]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
