@@ -72,6 +72,21 @@ def test_the_demo_compares_both_systems_and_says_what_limits_the_speed():
     assert text.count("│") > 20
 
 
+@pytest.mark.parametrize(
+    ("block", "setting", "advised"), [(0.16, None, True), (0.16, "AVX2", False), (0.14, None, False)]
+)
+def test_a_dear_block_on_a_processor_is_told_with_what_makes_it_cheaper(monkeypatch, block, setting, advised):
+    monkeypatch.setattr(demo, "pass_seconds", lambda target, ids, num_rows: 0.1 if num_rows == 1 else block)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("MKL_CBWR", setting)
+    target, console = make_target(), recorded_console()
+
+    run_demo(target, Letters(), make_drafter(), max_new_tokens=4, console=console)
+
+    assert ("export MKL_CBWR=AVX2" in console.export_text()) == advised
+
+
 def test_the_demo_without_a_drafter_is_plain():
     console = recorded_console()
 

@@ -1,4 +1,6 @@
+import sys
 from copy import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +9,9 @@ from hf_carryover.training.data import AnchoredTexts, Example, collate
 from hf_carryover.training.masks import NO_ANCHOR, Texts
 from hf_carryover.training.rehearsal import Reading, Rehearsal, recorded
 from tests.fakes import MASK, make_drafter, make_target, plain, prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import rejected_rows
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
@@ -86,6 +91,25 @@ def test_a_block_can_carry_its_anchors_own_row(rehearsal):
     assert torch.equal(after[0, 0], before[0, 0])  # row 10 is neither before nor at its anchor
     assert not torch.allclose(after[0, 1], before[0, 1])
     assert not torch.allclose(before[0, 1], blocks(rehearsal, texts, reading, anchors)[0, 1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("right", [True, False])
+def test_what_a_rejected_row_says_is_the_targets_next_token_after_the_wrong_one(rehearsal, right):
+    text, anchors = random_text(24), torch.tensor([[9]])
+    draft = rehearsal.propose(
+        texts_of(text), anchors, rehearsal.draft(texts_of(text), rehearsal.read(texts_of(text)), anchors)
+    )
+    wrong = draft[0, 0, 0].item()
+    text[10] = (wrong + 1) % MASK  # so it is rejected, and the next round stands there
+    said = rehearsal.target(torch.tensor([[*text[:10], wrong]])).logits[0, -1].argmax().item()
+    text[11] = said if right else (said + 1) % MASK
+
+    found = rejected_rows.rehearse(rehearsal, texts_of(text), anchors)
+
+    assert found["known"][0, 0, 0]
+    assert found["row"][0, 0, 0] == right
+    assert not rehearsal.target.get_decoder()._forward_hooks
 
 
 @torch.no_grad()
