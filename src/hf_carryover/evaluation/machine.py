@@ -20,7 +20,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Who saved a model, which says nothing about it.
 SAVED_WITH = ("architectures", "transformers_version")
 PACKAGES = ("hf-carryover", "torch", "transformers")
-# Settings from outside that change how long products take (README, "When it pays"), or memory to come.
+# Settings from outside that change how long products (README, "When it pays") and new memory take.
 ENVIRONMENT = ("MKL_CBWR", "LD_PRELOAD")
 
 
