@@ -179,7 +179,7 @@ def train(
     args = CarryoverTrainingArguments(
         output_dir=str(out / "run"), max_steps=100_000, lr_scheduler_type="constant_with_warmup", warmup_steps=20,
         seed=seed, save_strategy="no", eval_strategy="no", logging_steps=1000, disable_tqdm=True, use_cpu=True,
-        validation_prompts=64, validation_tokens=64, **(defaults | settings),
+        bf16=False, validation_prompts=64, validation_tokens=64, **(defaults | settings),
     )  # fmt: skip
     trainer = CarryoverTrainer(
         drafter, target, args=args, examples=learn[: int(len(learn) * share)], validation=held,

@@ -102,13 +102,19 @@ def test_make_drafters(monkeypatch, tmp_path):
 
     example.main()
 
-    assert len(commands) == 6
+    assert len(commands) == 10
+    made = {"smollm2-dflash"}
     for command in commands:
         recipe, arguments = HfArgumentParser(
             [RecipeArguments, CarryoverTrainingArguments]
         ).parse_args_into_dataclasses([*read_recipe(command[2:]), "--bf16", "false", "--use_cpu", "true"])
-        assert Path(arguments.output_dir).name == Path(command[2]).stem
-        assert recipe.drafter == str(tmp_path / example.DRAFTERS[Path(command[2]).stem])
+        name = Path(arguments.output_dir).name
+        assert (Path(command[2]).stem, Path(recipe.drafter).name) == example.DRAFTERS[name]
+        assert Path(recipe.drafter).parent == tmp_path
+        assert Path(recipe.drafter).name in made  # what a stage starts from comes before it
+        if name.endswith(("-carryover", "-control")):
+            assert name.endswith(f"-{arguments.stage}")
+        made.add(name)
         assert 1 <= arguments.max_steps <= 15
         assert command[-2:] == ["--bf16", "true"]
 
@@ -123,7 +129,7 @@ def test_a_recipe_takes_a_step_on_a_tiny_model_of_its_family(name, tmp_path, cap
     words += ["--target", str(target), "--data", str(tmp_path / "data.jsonl"), "--output_dir", str(tmp_path / "out")]
     words += ["--max_steps", "1", "--bf16", "false", "--use_cpu", "true", "--max_length", "64", "--draft_vocab", "50"]
     words += ["--num_anchors", "8", "--validation_every", "4", "--eval_strategy", "no"]
-    if name.endswith(("carryover", "control", "anchor")) or name == "smollm2-markov":
+    if name.endswith(("carryover", "control", "anchor", "longer")) or name == "smollm2-markov":
         kind = "markov-vanilla" if "markov-" in name else "dflash"
         make_drafter(kind, draft_vocab_size=50 if "markov-" in name else None).save_pretrained(tmp_path / "start")
         words += ["--drafter", str(tmp_path / "start")]

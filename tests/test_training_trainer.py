@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from hf_carryover import CarryoverDrafterModel
 from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
+from hf_carryover.training import arguments as training_arguments
 from hf_carryover.training.data import AnchoredTexts, Draw, collate
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
 from hf_carryover.training.masks import Texts
@@ -45,6 +46,7 @@ def arguments(folder, **settings):
     defaults = {
         "max_steps": 6, "num_anchors": 6, "per_device_train_batch_size": 4, "eval_strategy": "no", "save_steps": 100,
         "logging_steps": 1, "disable_tqdm": True, "use_cpu": True, "learning_rate": 0.01,
+        "bf16": False,  # numbers here are those of any machine
     }  # fmt: skip
     return CarryoverTrainingArguments(output_dir=str(folder), **(defaults | settings))
 
@@ -52,6 +54,21 @@ def arguments(folder, **settings):
 def trainer_of(drafter, target, examples, folder, callbacks=None, validation=None, **settings):
     args = arguments(folder, **settings)
     return CarryoverTrainer(drafter, target, args=args, examples=examples, validation=validation, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_training_computes_in_bf16_where_the_hardware_multiplies_in_it(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_arguments, "default_dtype", lambda device: dtype)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+    by_itself, told = (CarryoverTrainingArguments(output_dir=str(tmp_path), bf16=told) for told in (None, True))
+
+    assert by_itself.bf16 == (dtype == torch.bfloat16)
+    assert by_itself.mixed_precision == ("bf16" if by_itself.bf16 else "no")
+    assert by_itself.use_cpu  # which the library wants to be told for bf16
+    assert told.bf16
+    assert not CarryoverTrainingArguments(output_dir=str(tmp_path), bf16=False).bf16
+    assert not CarryoverTrainingArguments(output_dir=str(tmp_path), fp16=True).bf16
 
 
 def gradients(trainer, batches):

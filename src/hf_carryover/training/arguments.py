@@ -4,7 +4,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import IntervalStrategy, SchedulerType, TrainingArguments
+
+from hf_carryover.targets import default_device, default_dtype
 
 STAGES = ("baseline", "carryover", "control")
 
@@ -45,6 +48,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     validation_tokens: int = _setting(48, "New tokens on each of them.")
 
     # The library's own settings, with defaults that fit.
+    bf16: bool | None = _setting(None, "Compute in bf16; by itself where the hardware multiplies in it.")
     per_device_train_batch_size: int = _setting(8, "Texts a step and process.")
     learning_rate: float = _setting(3e-3, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = field(
@@ -62,6 +66,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = _setting(False, "Leave this off: the loss reads every column.")
 
     def __post_init__(self) -> None:
+        self._choose_dtype()
         super().__post_init__()
         choices: tuple[tuple[str, tuple[str, ...]], ...] = (
             ("stage", STAGES),
@@ -86,3 +91,10 @@ class CarryoverTrainingArguments(TrainingArguments):
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(sentence)
+
+    def _choose_dtype(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # else the library refuses bf16 there
+        if self.bf16 is None:
+            device = torch.device("cpu") if self.use_cpu else default_device()
+            self.bf16 = not self.fp16 and default_dtype(device) == torch.bfloat16
