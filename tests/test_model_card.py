@@ -74,7 +74,11 @@ def test_every_published_card_is_what_its_files_say():
 
 def test_the_readme_has_the_pooled_numbers_of_every_published_drafter():
     readme, cards = (CARDS.parent / "README.md").read_text(), sorted(CARDS.glob("*/config.json"))
+    controls = [card.parent.name for card in cards if not (card.parent / "evaluation.json").exists()]
+    assert all(f"](model_cards/{name})" in readme and name.endswith("-control") for name in controls)
     for card in cards:
+        if card.parent.name in controls:  # its figures are in the row that it is compared with
+            continue
         measured = json.loads((card.parent / "evaluation.json").read_text())
         pooled = {row["system"]: row for row in measured["results"] if (row["set"], row["temperature"]) == ("all", 0)}
         gains = {r["minus"]: r for r in measured["differences"] if (r["set"], r["temperature"]) == ("all", 0)}
@@ -175,6 +179,16 @@ def test_a_drafter_without_evaluation_gets_a_card_that_says_so(folder):
     assert "**Nothing was measured.**" in card
     assert "model-index" not in card
     assert "### Accepted length" not in card
+
+
+def test_a_control_says_where_its_figures_are(folder):
+    (folder / "evaluation.json").unlink()
+    (folder / "training.json").write_text(json.dumps(TRAINING | {"arguments": {"stage": "control"}}))
+
+    card = render_card(folder)
+
+    assert "Its figures stand\nin that drafter's card, under `control`." in card
+    assert "**Nothing was measured.**" not in card
 
 
 def test_a_folder_without_config_is_refused(tmp_path):

@@ -135,6 +135,15 @@ def test_the_first_steps_are_a_curriculum(stage, target, examples, tmp_path, mon
     assert carried == ([1, 1, 4, 4] if stage == "carryover" else [0, 0, 0, 0])
 
 
+def test_a_control_carries_nothing_when_it_decodes_either(target, examples, tmp_path):
+    drafter = make_drafter()
+    assert drafter.carry_enabled
+
+    trainer_of(drafter, target, examples, tmp_path, stage="control").train()
+
+    assert not drafter.carry_enabled
+
+
 @pytest.mark.parametrize("stage", ["baseline", "carryover", "control"])
 def test_the_target_is_left_as_it_was(stage, target, examples, tmp_path):
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}

@@ -152,8 +152,10 @@ class CarryoverTrainer(Trainer):
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; a carry embedding of zero first gets its size."""
+        """As in `Trainer`; a carry embedding of zero first gets its size, and a control's becomes zero."""
         drafter, self._began = self.rehearsal.drafter, perf_counter()
+        if self.args.stage == "control":
+            drafter.carry_embedding.data.zero_()  # it learns to do without rows, so it is not to be shown any
         if self.args.stage == "carryover" and not drafter.carry_embedding.any():
             generator = torch.Generator().manual_seed(self.args.seed)
             noise = torch.randn(drafter.carry_embedding.shape, generator=generator).to(drafter.carry_embedding)
