@@ -3,7 +3,8 @@
     python examples/adapt_drafter.py --drafter model_cards/smollm2-dflash-carryover --prompts mine.jsonl --out adapted
 
 The prompts (JSONL, a text file with a prompt a line, or a Hub data set) are answered by the target; every fourth is
-kept for the comparison. The result is a whole drafter in ``--out`` and its adapter in ``--out``/adapter.
+kept for the comparison. The result is a whole drafter in ``--out``/drafter, its adapter in the folder
+``adapter`` there.
 """
 
 import argparse

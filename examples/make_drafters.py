@@ -19,13 +19,13 @@ RECIPES = Path(__file__).parent / "recipes"
 # Each with its recipe and what it starts from.
 DRAFTERS = {
     "smollm2-dflash": ("smollm2-dflash", None),
-    "smollm2-dflash-first": ("smollm2-dflash-carryover", "smollm2-dflash"),
+    "smollm2-dflash-first": ("smollm2-dflash-first", "smollm2-dflash"),
     "smollm2-dflash-longer": ("smollm2-dflash-longer", "smollm2-dflash-first"),
     "smollm2-dflash-carryover": ("smollm2-longer-carryover", "smollm2-dflash-longer"),
     "smollm2-dflash-control": ("smollm2-longer-control", "smollm2-dflash-longer"),
     "smollm2-anchor": ("smollm2-anchor", "smollm2-dflash"),
     "smollm2-markov": ("smollm2-markov", "smollm2-anchor"),
-    "smollm2-markov-first": ("smollm2-markov-carryover", "smollm2-markov"),
+    "smollm2-markov-first": ("smollm2-markov-first", "smollm2-markov"),
     "smollm2-markov-longer": ("smollm2-markov-longer", "smollm2-markov-first"),
     "smollm2-markov-carryover": ("smollm2-longer-carryover", "smollm2-markov-longer"),
     "smollm2-markov-control": ("smollm2-longer-control", "smollm2-markov-longer"),

@@ -150,14 +150,18 @@ def test_data_and_train_make_a_drafter(tmp_path, monkeypatch):
 
 def test_an_interrupted_training_says_how_to_go_on(tmp_path, monkeypatch):
     def stop(recipe, arguments):
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*said)
 
     monkeypatch.setattr("hf_carryover.training.train_drafter", stop)
 
-    result = RUN.invoke(cli.app, ["train", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    said = ["Stopped, and saved."]
+    saved = RUN.invoke(cli.app, ["train", "--output_dir", str(tmp_path), "--use_cpu", "true"])
+    said = []
+    early = RUN.invoke(cli.app, ["train", "--output_dir", str(tmp_path), "--use_cpu", "true"])
 
-    assert result.exit_code == 130
-    assert "the same command goes on from here" in result.output
+    assert (saved.exit_code, early.exit_code) == (130, 130)
+    assert "Stopped, and saved." in saved.output
+    assert "Stopped; nothing new was saved." in early.output
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_recipe_takes_a_step_on_a_tiny_model_of_its_family(name, tmp_path, cap
     words += ["--target", str(target), "--data", str(tmp_path / "data.jsonl"), "--output_dir", str(tmp_path / "out")]
     words += ["--max_steps", "1", "--bf16", "false", "--use_cpu", "true", "--max_length", "64", "--draft_vocab", "50"]
     words += ["--num_anchors", "8", "--validation_every", "4", "--eval_strategy", "no"]
-    if name.endswith(("carryover", "control", "anchor", "longer")) or name == "smollm2-markov":
+    if name.endswith(("first", "carryover", "control", "anchor", "longer")) or name == "smollm2-markov":
         kind = "markov-vanilla" if "markov-" in name else "dflash"
         make_drafter(kind, draft_vocab_size=50 if "markov-" in name else None).save_pretrained(tmp_path / "start")
         words += ["--drafter", str(tmp_path / "start")]

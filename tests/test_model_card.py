@@ -187,7 +187,7 @@ def test_a_control_says_where_its_figures_are(folder):
 
     card = render_card(folder)
 
-    assert "Its figures stand\nin that drafter's card, under `control`." in card
+    assert "Its figures stand in that drafter's card, under `control`." in card
     assert "**Nothing was measured.**" not in card
 
 

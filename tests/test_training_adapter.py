@@ -63,8 +63,9 @@ def test_a_saved_adapter_loads_with_its_carry_embedding_and_merges_to_the_same(t
     assert torch.equal(text, plain(target, input_ids=ids, attention_mask=torch.ones_like(ids)))
 
 
-def test_an_interrupted_adapter_ends_bit_equal(target, examples, tmp_path):
-    settings = {"stage": "carryover", "max_steps": 6, "save_steps": 3}
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_an_interrupted_adapter_ends_bit_equal(bf16, target, examples, tmp_path):
+    settings = {"stage": "carryover", "max_steps": 6, "save_steps": 3, "bf16": bf16}
     straight, again = adapter_of(make_drafter(), 4), adapter_of(make_drafter(), 4)
     trainer_of(straight, target, examples, tmp_path, [MarkComplete()], **settings).train()
     (tmp_path / "checkpoint-6" / "complete").unlink()
@@ -74,3 +75,15 @@ def test_an_interrupted_adapter_ends_bit_equal(target, examples, tmp_path):
 
     for name, tensor in straight.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_an_adapters_drafts_are_all_computed_in_the_dtype_of_the_one_that_learns(target, examples, tmp_path):
+    # Else the loss with rows (bf16) and without (fp32) would not be a pair.
+    drafter, dtypes = make_drafter(), []
+    drafter.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    adapter = adapter_of(drafter, 4)
+
+    trainer_of(adapter, target, examples, tmp_path, stage="carryover", max_steps=2, bf16=True).train()
+
+    assert len(dtypes) >= 6  # first draft, the one that learns, and the bare one of a logged step
+    assert set(dtypes) == {torch.bfloat16}

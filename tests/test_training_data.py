@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from transformers import PreTrainedTokenizerFast
 
 from hf_carryover.targets import load_target
@@ -72,6 +73,17 @@ def test_prompt_and_answer_are_the_whole_conversations_tokens(smollm2, tmp_path)
     assert pair == first
 
 
+def test_an_answer_ends_with_what_ends_the_targets_turns(tmp_path):
+    # Gemma's turns do not end with the tokenizer's own end; what the template puts behind them is never generated.
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} 57 58 {% endfor %}"
+    path = write(tmp_path / "a.jsonl", {"prompt": "1 2", "answer": "3 4"})
+
+    (found,) = read_examples(path, tokenizer, max_length=99, ends=[57]).examples
+
+    assert found.answer_ids == [3, 4, 57]
+
+
 @pytest.mark.slow
 def test_a_template_that_rewrites_history_still_gives_each_answer_its_own_prompt(smollm2, tmp_path):
     # THUDM/slime#330: reasoning of earlier turns is dropped from history, not from the turn itself.
@@ -97,7 +109,7 @@ def test_a_template_that_rewrites_history_still_gives_each_answer_its_own_prompt
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_text_is_drawn_once_an_epoch_and_repeats_stay_with_their_process(world):
     lengths = [(7 * i) % 50 for i in range(64)]
-    sampler = LikeLengths(lengths, batch_size=4, repeats=2, world=world, seed=0)
+    sampler = LikeLengths(lengths, batch_size=4, repeats=2, world=world, seed=0, epoch=lambda: 0)
 
     batches = list(sampler)
 
@@ -114,17 +126,27 @@ def test_every_text_is_drawn_once_an_epoch_and_repeats_stay_with_their_process(w
 
 
 def test_epochs_have_their_own_order_and_anchors():
-    sampler = LikeLengths([5] * 8, batch_size=4, repeats=2, world=1, seed=0)
+    epoch = 0
+    sampler = LikeLengths([5] * 8, batch_size=4, repeats=2, world=1, seed=0, epoch=lambda: epoch)
     first = list(sampler)
 
-    sampler.set_epoch(1)
+    epoch = 1
 
     assert list(sampler) != first
     assert {draw.number for batch in sampler for draw in batch} == {2, 3}
 
 
+def test_a_process_that_goes_on_in_a_later_epoch_reads_that_epoch():
+    # Accelerate's wrappers do not pass an epoch on to a sampler two layers down.
+    sampler = LikeLengths([5] * 32, batch_size=4, repeats=2, world=2, seed=0, epoch=lambda: 3)
+    shard = BatchSamplerShard(sampler, num_processes=2, process_index=1)
+
+    assert list(SkipBatchSampler(shard, skip_batches=3)) == list(sampler)[1::2][3:]
+    assert {draw.number for batch in shard for draw in batch} == {6, 7}
+
+
 def test_fewer_texts_than_a_batch_still_make_one():
-    sampler = LikeLengths([5] * 3, batch_size=8, repeats=1, world=2, seed=0)
+    sampler = LikeLengths([5] * 3, batch_size=8, repeats=1, world=2, seed=0, epoch=lambda: 0)
 
     batches = list(sampler)
 

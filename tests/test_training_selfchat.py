@@ -77,6 +77,19 @@ def test_an_interrupted_run_gives_the_same_file(tmp_path):
     assert len(read_examples(tmp_path / "b.jsonl", make_tokenizer(), max_length=99).examples) == 10
 
 
+def test_an_interrupted_run_goes_on_behind_a_text_with_other_line_breaks(tmp_path):
+    prompts = write_prompts(tmp_path / "p.jsonl", ["1\u20282", "3\x854", "5 6", "7 8"])
+    settings = {"prompts": prompts, "arguments": DataArguments(batch_size=2)}
+    with pytest.raises(KeyboardInterrupt):
+        make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=Scripted(stop=1).answer, **settings)
+
+    counts = make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=Scripted().answer, **settings)
+
+    assert counts == {"kept": 4}
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().strip("\n").split("\n")]
+    assert [row["prompt"] for row in rows] == ["1\u20282", "3\x854", "5 6", "7 8"]
+
+
 def test_a_prompt_seen_before_is_dropped_and_counted(tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", ["1 2", "1  2", "3 4", "1 2"])
 
@@ -96,6 +109,8 @@ def test_a_file_of_other_settings_is_not_continued(tmp_path):
 
     with pytest.raises(ValueError, match=r"Expected .*a.jsonl to be made with the same settings"):
         make_data(make_tokenizer(), tmp_path / "a.jsonl", arguments=DataArguments(temperature=0.5), **run)
+    with pytest.raises(ValueError, match=r"Expected .*a.jsonl to be made with the same settings"):
+        make_data(make_tokenizer(), tmp_path / "a.jsonl", writer="another model", **run)
     with pytest.raises(ValueError, match="Expected a new file or one that this command began"):
         make_data(make_tokenizer(), tmp_path / "b.jsonl", **run)
     with pytest.raises(ValueError, match="Expected prompts, or a target that invents them"):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hf_carryover import CarryoverDrafterModel
 from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
 from hf_carryover.training import arguments as training_arguments
+from hf_carryover.training import interruption as interruption_module
 from hf_carryover.training.data import AnchoredTexts, Draw, collate
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint
 from hf_carryover.training.masks import Texts
@@ -68,7 +69,6 @@ def test_training_computes_in_bf16_where_the_hardware_multiplies_in_it(dtype, tm
     assert by_itself.use_cpu  # which the library wants to be told for bf16
     assert told.bf16
     assert not CarryoverTrainingArguments(output_dir=str(tmp_path), bf16=False).bf16
-    assert not CarryoverTrainingArguments(output_dir=str(tmp_path), fp16=True).bf16
 
 
 def gradients(trainer, batches):
@@ -104,6 +104,23 @@ def test_how_a_step_is_cut_into_batches_changes_no_gradient(stage, kind, attenti
         torch.testing.assert_close(cut[name], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=name)
 
 
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_confidence_loss_stays_in_its_head_if_it_is_told_to(detach, target, examples, tmp_path):
+    # vllm-project/speculators#846: it leaked into the layers.
+    found = {}
+    for weight in (0.0, 1.0):
+        drafter = make_drafter("markov-vanilla", enable_confidence_head=True, confidence_head_with_markov=True)
+        trainer = trainer_of(drafter, target, examples, tmp_path, confidence_weight=weight, confidence_detach=detach)
+        found[weight] = gradients(trainer, [collate([AnchoredTexts(examples, num_anchors=6, seed=0)[0]])])[1]
+
+    heads = {name for name in found[1.0] if name.startswith("confidence_head")}
+    assert all(found[1.0][name].any() for name in heads)
+    assert heads
+    same = {name: torch.equal(found[1.0][name], gradient) for name, gradient in found[0.0].items()}
+    assert all(same[name] == detach for name in ("fc.weight", "markov_head.markov_w1.weight"))
+    assert all(same.values()) or not detach
+
+
 def test_a_batch_without_anchors_is_harmless(target, examples, tmp_path):
     # NVIDIA-NeMo/Automodel#2406 and verl-project/verl#785.
     drafter = make_drafter()
@@ -123,7 +140,7 @@ def test_the_first_steps_are_a_curriculum(stage, target, examples, tmp_path, mon
     draft = Rehearsal.draft
 
     def watched(self, texts, reading, anchors, rejected=None, *, forward=None):
-        if forward is not None:
+        if torch.is_grad_enabled():
             carried.append(0 if rejected is None else rejected.is_rejected.shape[2])
         return draft(self, texts, reading, anchors, rejected, forward=forward)
 
@@ -197,9 +214,10 @@ def test_every_checkpoint_loads_and_drafts(target, examples, tmp_path):
     assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stop", [1, 4, 7], ids=["at-the-first-step", "between-readings", "in-the-second-epoch"])
-def test_an_interrupted_run_ends_bit_equal(stop, target, examples, tmp_path):
-    settings = {"stage": "carryover", "max_steps": 10, "lr_scheduler_type": "cosine"}
+def test_an_interrupted_run_ends_bit_equal(stop, bf16, target, examples, tmp_path):
+    settings = {"stage": "carryover", "max_steps": 10, "lr_scheduler_type": "cosine", "bf16": bf16}
     straight, resumed = make_drafter("markov-rnn"), make_drafter("markov-rnn")
     trainer_of(straight, target, examples, tmp_path / "straight", **settings).train()
 
@@ -221,6 +239,23 @@ def test_an_interrupted_run_ends_bit_equal(stop, target, examples, tmp_path):
     assert (tmp_path / "cut" / f"checkpoint-{stop}").is_dir()
     for name, tensor in straight.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_processes_stop_after_the_same_step_and_one_of_them_says_that_a_checkpoint_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption_module, "gather_object", lambda mine: [*mine, True])  # another one was told
+    interruption, control = Interruption(), TrainerControl()
+    (tmp_path / "checkpoint-3").mkdir()
+    args = arguments(tmp_path)
+
+    interruption.on_step_end(args, TrainerState(), control)
+    MarkComplete().on_save(args, TrainerState(global_step=3, is_world_process_zero=False), control)
+    from_another = last_checkpoint(tmp_path)
+    MarkComplete().on_save(args, TrainerState(global_step=3, is_world_process_zero=True), control)
+
+    assert control.should_save
+    assert control.should_training_stop
+    assert from_another is None
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
 
 
 def test_a_checkpoint_that_was_cut_short_is_not_resumed_from(tmp_path):
@@ -269,11 +304,12 @@ def test_sharding_the_drafter_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_order_depends_on_seed_and_epoch_alone(target, examples, tmp_path):
-    loader = trainer_of(make_drafter(), target, examples, tmp_path).get_train_dataloader()
+    trainer = trainer_of(make_drafter(), target, examples, tmp_path)
+    loader = trainer.get_train_dataloader()
     other = trainer_of(make_drafter("markov-rnn"), target, examples, tmp_path, stage="control").get_train_dataloader()
 
     first, second = ([batch["example"].tolist() for batch in each] for each in (loader, other))
-    loader.batch_sampler.set_epoch(1)
+    trainer.state.epoch = 1.0
 
     assert first == second
     assert sorted(example for batch in first[::2] for example in batch) == list(range(len(examples)))

@@ -32,3 +32,6 @@ if __name__ == "__main__":
     trainer.train()
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         out.write_text(json.dumps({"loss": trainer.state.log_history[0]["loss"], "sums": kept}))
+    if distributed.is_initialized():  # one that ends first can abort the other
+        distributed.barrier()
+        distributed.destroy_process_group()

@@ -174,10 +174,10 @@ def data(
     )
     model, tokenizer = load_model(target, dtype)
     writer = TargetWriter(model, tokenizer, arguments)
-    server = None if endpoint is None else ServerWriter(endpoint, endpoint_model or target, tokenizer, arguments)
+    server = ServerWriter(endpoint or "", endpoint_model or target, tokenizer, arguments, writer.ends)
     counts = make_data(
-        tokenizer, out, answer=(server or writer).answer, invent=writer.invent, prompts=prompts, arguments=arguments,
-        console=notes,
+        tokenizer, out, answer=(server if endpoint else writer).answer, invent=writer.invent, prompts=prompts,
+        writer=f"{endpoint_model or target} at {endpoint}", arguments=arguments, console=notes,
     )  # fmt: skip
     console.print(f"{counts.pop('kept', 0)} texts in {out}.")
     for reason, number in counts.items():
@@ -226,8 +226,8 @@ def train(context: typer.Context) -> None:
     recipe, arguments = parser.parse_args_into_dataclasses(read_recipe(context.args))
     try:
         train_drafter(recipe, arguments)
-    except KeyboardInterrupt:
-        notes.print("Stopped, and saved; the same command goes on from here.", style="yellow")
+    except KeyboardInterrupt as stop:
+        notes.print(str(stop) or "Stopped; nothing new was saved.", style="yellow", markup=False)
         raise typer.Exit(130) from None
     console.print(f"The drafter is in {arguments.output_dir}.")
 

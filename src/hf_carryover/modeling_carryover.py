@@ -270,12 +270,12 @@ class CarryoverDrafterModel(PreTrainedModel):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def confidence(self, hidden: Tensor, previous: Tensor, *, detach: bool = False) -> Tensor:
         """Logit of a draft being accepted ``[..]``, from its slot ``[.., D]`` and maybe the token before (DSpark)."""
         assert self.confidence_head is not None
         if self.config.confidence_head_with_markov and self.markov_head is not None:
             hidden = torch.cat([hidden, self.markov_head.markov_w1(previous)], dim=-1)
-        return self.confidence_head["proj"](hidden)[..., 0]
+        return self.confidence_head["proj"](hidden.detach() if detach else hidden)[..., 0]
 
     def token_ids(self, proposed: Tensor) -> Tensor:
         """Indices into the draft vocabulary as token ids."""

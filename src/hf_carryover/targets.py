@@ -79,7 +79,9 @@ def default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        # Without oneDNN torch lacks the question.
+        is_told = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        has_bf16 = is_told and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
 
 

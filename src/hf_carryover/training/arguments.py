@@ -1,15 +1,25 @@
 """How is a drafter trained? Everything that can be set, each once, with its help."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from transformers import IntervalStrategy, SchedulerType, TrainingArguments
 
-from hf_carryover.targets import default_device, default_dtype
+from hf_carryover.targets import default_dtype
 
 STAGES = ("baseline", "carryover", "control")
+# Settings of the library that our trainer does not read, and why.
+OPTIMIZER, LOADER = "`matrix_optimizer` says which optimizer there is", "texts are drawn in the training process"
+UNUSED = {
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), OPTIMIZER),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_drop_last"), LOADER),
+    "auto_find_batch_size": "choose `per_device_train_batch_size`; the memory that is needed is printed at the start",
+    "per_device_eval_batch_size": "texts are validated in batches of `per_device_train_batch_size`",
+    "label_smoothing_factor": "the losses have no smoothing",
+    "resume_from_checkpoint": "a training in the same `output_dir` goes on by itself",
+}
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -28,7 +38,7 @@ class CarryoverTrainingArguments(TrainingArguments):
         "baseline", "baseline; carryover (draft, verify, draft); or control: the same, not carrying."
     )
     num_anchors: int = _setting(64, "Blocks drafted in a text, at most one for each token of its answer.")
-    steps_per_reading: int = _setting(2, "Optimizer steps on each pass of the target, with fresh anchors.")
+    steps_per_reading: int = _setting(2, "Batches, each with fresh anchors, on one pass of the target.")
     ce_weight: float = _setting(1.0, "Weight of cross-entropy on the recorded tokens.")
     l1_weight: float = _setting(0.0, "Weight of the L1 distance to the target's probabilities (DSpark: 0.9, CE 0.1).")
     kd_weight: float = _setting(0.0, "Weight of distillation from the target's probabilities.")
@@ -57,6 +67,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     warmup_steps: float = _setting(0.04, "Steps of warm-up, or, below 1, their share.")
     max_steps: int = _setting(600, "Optimizer steps.")
     logging_steps: float = _setting(10, "Steps between two lines of the log.")
+    logging_first_step: bool = _setting(True, "Log the first step, too.")
     save_steps: float = _setting(100, "Steps between two checkpoints.")
     save_total_limit: int | None = _setting(2, "Checkpoints that are kept.")
     eval_strategy: IntervalStrategy | str = field(default="steps", metadata={"help": "When to validate."})
@@ -66,6 +77,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = _setting(False, "Leave this off: the loss reads every column.")
 
     def __post_init__(self) -> None:
+        self._refuse_unused()
         self._choose_dtype()
         super().__post_init__()
         choices: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -83,6 +95,10 @@ class CarryoverTrainingArguments(TrainingArguments):
         if min(weights) < 0 or max(weights[:3]) == 0:
             raise ValueError(f"Loss weights must not be negative, and one of CE, L1 and KD positive, got {weights}.")
         for is_wrong, sentence in (
+            (self.fp16 and self.use_cpu, "`fp16` must be left out on a processor; it computes in bf16 or fp32."),
+            (self.max_steps > 0 and self.num_train_epochs != 3.0,
+             f"`num_train_epochs` needs `max_steps` -1, got {self.max_steps}, which would win."),
+            (self.n_gpu > 1, "Several GPUs need a process each; start it with `torchrun --nproc_per_node N`."),
             (self.validation_every < 2, f"`validation_every` must be at least 2, got {self.validation_every}."),
             (not self.gamma > 0, f"`gamma` must be positive, got {self.gamma}."),
             (self.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true",
@@ -92,9 +108,14 @@ class CarryoverTrainingArguments(TrainingArguments):
             if is_wrong:
                 raise ValueError(sentence)
 
+    def _refuse_unused(self) -> None:
+        for setting in fields(self):
+            if setting.name in UNUSED and (found := vars(self)[setting.name]) != setting.default:
+                raise ValueError(f"`{setting.name}` must be left out, got {found!r}: {UNUSED[setting.name]}.")
+
     def _choose_dtype(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu = True  # else the library refuses bf16 there
         if self.bf16 is None:
-            device = torch.device("cpu") if self.use_cpu else default_device()
-            self.bf16 = not self.fp16 and default_dtype(device) == torch.bfloat16
+            device = None if self.use_cpu else torch.accelerator.current_accelerator()
+            self.bf16 = not self.fp16 and default_dtype(device or torch.device("cpu")) == torch.bfloat16

@@ -23,7 +23,9 @@ class BlockLosses:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of each block ``[N, M]``, logits ``[N, M, K, V]`` and labels ``[N, M, K]`` in the draft vocabulary."""
         args, num_drafts = self.args, hidden.shape[2]
-        logits, confidences = self.rehearsal.teacher_forced(texts, anchors, hidden)
+        logits, confidences = self.rehearsal.teacher_forced(
+            texts, anchors, hidden, confidence_detach=args.confidence_detach
+        )
         labels = self._labels(recorded(texts, anchors, num_drafts, first=1, missing=losses.IGNORED))
         weights = losses.position_decay(num_drafts, args.gamma).to(logits)
         if args.slot_weights == "dpace":

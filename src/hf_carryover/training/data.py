@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +41,15 @@ class Examples:
         return [e for i, e in enumerate(rows) if i % every], rows[::every]
 
 
-def read_examples(source: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> Examples:
+def read_examples(
+    source: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int, ends: Sequence[int] = ()
+) -> Examples:
     """Read a JSONL file (or ``.gz``) of answered prompts.
 
     A line has ``prompt_ids`` and ``answer_ids``, as `hf-carryover data` writes them; or ``messages``, whose assistant
     turns are the answers; or ``prompt`` and ``answer`` texts. Texts are put through the chat template as a whole, and
-    an answer is what the rendering up to its end adds to the rendering up to its start, end-of-turn token included.
+    an answer is what the rendering up to its end adds to the rendering up to its start, end-of-turn token included:
+    one of ``ends`` (`end_tokens` of the target) or the tokenizer's own.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -60,7 +63,7 @@ def read_examples(source: str | Path, tokenizer: PreTrainedTokenizerBase, *, max
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            for example in _parse(line, tokenizer, f"line {number} of {path}"):
+            for example in _parse(line, tokenizer, ends, f"line {number} of {path}"):
                 if len(example.answer_ids) < 2:
                     found.dropped["answer shorter than two tokens"] += 1
                 elif example.length > max_length:
@@ -73,7 +76,7 @@ def read_examples(source: str | Path, tokenizer: PreTrainedTokenizerBase, *, max
     return found
 
 
-def _parse(line: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Example]:
+def _parse(line: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], where: str) -> list[Example]:
     try:
         row = json.loads(line)
     except ValueError:
@@ -82,10 +85,10 @@ def _parse(line: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Ex
         case {"prompt_ids": [int(), *_] as prompt_ids, "answer_ids": [*answer_ids]}:
             return [Example(prompt_ids, answer_ids)]
         case {"messages": [*messages]}:
-            return answers_of(messages, tokenizer, where)
+            return answers_of(messages, tokenizer, where, ends=ends)
         case {"prompt": str(prompt), "answer": str(answer)}:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            return answers_of(turns, tokenizer, where)
+            return answers_of(turns, tokenizer, where, ends=ends)
         case _:
             raise ValueError(
                 f"Expected `prompt_ids` and `answer_ids`, `messages`, or `prompt` and `answer` in {where}, found "
@@ -93,15 +96,17 @@ def _parse(line: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[Ex
             )
 
 
-def answers_of(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Example]:
+def answers_of(
+    messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, where: str, *, ends: Sequence[int] = ()
+) -> list[Example]:
     """An example for each assistant turn; whole renderings are compared, so that a template may rewrite history."""
-    ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not ends:
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
         raise ValueError(f"Expected an assistant turn in {where}, found none; let the target answer first.")
     examples = []
-    for end in ends:
-        start = render(messages[:end], tokenizer, add_generation_prompt=True)
-        whole = render(messages[: end + 1], tokenizer, add_generation_prompt=False)
+    for turn in turns:
+        start = render(messages[:turn], tokenizer, add_generation_prompt=True)
+        whole = render(messages[: turn + 1], tokenizer, add_generation_prompt=False)
         if whole[: len(start)] != start:
             raise ValueError(
                 f"Expected the chat template to render the answer of {where} after its prompt, found it changes the "
@@ -109,7 +114,7 @@ def answers_of(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBas
             )
         answer = whole[len(start) :]
         # What the template adds after the end of the turn (a line break) is never generated.
-        stops = [i for i, token in enumerate(answer) if token == tokenizer.eos_token_id]
+        stops = [i for i, token in enumerate(answer) if token in {tokenizer.eos_token_id, *ends}]
         examples.append(Example(start, answer[: stops[-1] + 1] if stops else answer))
     return examples
 
@@ -172,13 +177,12 @@ class LikeLengths(Sampler[list[Draw]]):
 
     WINDOW = 32  # batches that are sorted among themselves
 
-    def __init__(self, lengths: Sequence[int], *, batch_size: int, repeats: int, world: int, seed: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], *, batch_size: int, repeats: int, world: int, seed: int, epoch: Callable[[], int]
+    ) -> None:
         self.lengths, self.batch_size, self.repeats = lengths, batch_size, repeats
-        self.world, self.seed, self.epoch = world, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Another order, and other anchors."""
-        self.epoch = epoch
+        # Asked when batches are: what wraps a sampler in other processes, or to go on, does not pass an epoch on.
+        self.world, self.seed, self.epoch = world, seed, epoch
 
     def __len__(self) -> int:
         return self._num_groups() * self.world * self.repeats
@@ -187,7 +191,8 @@ class LikeLengths(Sampler[list[Draw]]):
         return max(1, len(self.lengths) // (self.batch_size * self.world))
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % 2**63)
+        epoch = self.epoch()
+        generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         span = self.batch_size * self.WINDOW
         for start in range(0, len(order), span):
@@ -199,7 +204,7 @@ class LikeLengths(Sampler[list[Draw]]):
             group = shuffled[i * self.world : (i + 1) * self.world]
             for repeat in range(self.repeats):
                 for batch in group:
-                    yield [Draw(index, self.epoch * self.repeats + repeat) for index in batch]
+                    yield [Draw(index, epoch * self.repeats + repeat) for index in batch]
 
 
 def end_tokens(target: PreTrainedModel) -> list[int]:

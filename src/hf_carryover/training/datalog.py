@@ -38,9 +38,9 @@ class DataArguments:
 class DataLog:
     """The file of texts and how far it is; a torn last line is removed, and prompts already in it are not new."""
 
-    def __init__(self, out: Path, arguments: DataArguments, prompts: str) -> None:
+    def __init__(self, out: Path, arguments: DataArguments, prompts: str, writer: str) -> None:
         self.out, self.progress = out, out.with_name(out.name + ".progress.json")
-        self.settings = {**vars(arguments), "count": None, "prompts": prompts}
+        self.settings = {**vars(arguments), "count": None, "prompts": prompts, "writer": writer}
         self.num_batches, self.counts, self.seen, self.fruitless = 0, Counter[str](), set[str](), 0
         out.parent.mkdir(parents=True, exist_ok=True)
         if self.progress.exists():
@@ -53,8 +53,9 @@ class DataLog:
             raise ValueError(f"Expected a new file or one that this command began, found {out}; choose another name.")
         if out.exists():
             # Lines after the last finished batch are made again.
-            lines = out.read_text(encoding="utf-8").splitlines(keepends=True)[: self.counts["kept"]]
-            out.write_text("".join(lines), encoding="utf-8")
+            # Texts hold characters at which `splitlines` would split, too.
+            lines = out.read_text(encoding="utf-8").split("\n")[: self.counts["kept"]]
+            out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             self.seen = {_key(json.loads(line)["prompt"]) for line in lines}
 
     def is_new(self, prompt: Conversation) -> bool:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -44,8 +46,10 @@ class MarkComplete(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
     ) -> None:  # fmt: skip
-        """Called after everything is written."""
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+        """Called when this process has written its part."""
+        PartialState().wait_for_everyone()
+        if state.is_world_process_zero:
+            (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
 
 class Interruption(TrainerCallback):
@@ -67,6 +71,7 @@ class Interruption(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
     ) -> None:  # fmt: skip
-        """Save and stop."""
+        """Save and stop, all processes after the same step."""
+        self.happened = any(gather_object([self.happened]))
         if self.happened:
             control.should_save = control.should_training_stop = True

@@ -1,8 +1,6 @@
 """From a bare target to a drafter folder: what to start from, what to learn, and the record of how it was made."""
 
-import json
 import logging
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,24 +9,25 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion import load_drafter, restrict_vocabulary
 from hf_carryover.decoding import check_pair
-from hf_carryover.evaluation.machine import describe_machine
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.targets import load_target
 from hf_carryover.training.adapter import adapter_of
 from hf_carryover.training.arguments import CarryoverTrainingArguments
-from hf_carryover.training.data import Example, Examples, end_tokens, most_used_tokens, read_examples
+from hf_carryover.training.checks import check_parts, check_texts
+from hf_carryover.training.data import Example, end_tokens, most_used_tokens, read_examples
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint, saving
 from hf_carryover.training.memory import estimate_memory
+from hf_carryover.training.record import RECORD, begin, finish
 from hf_carryover.training.trainer import CarryoverTrainer
 
 logger = logging.getLogger(__name__)
 
-RECORD = "training.json"
 ADAPTER = "adapter"
 
 
@@ -52,7 +51,9 @@ class RecipeArguments:
     markov_rank: int | None = _setting(None, "Rank of the Markov head.")
     confidence_head: bool | None = _setting(None, "Whether there is a confidence head; the drafter's own, or no.")
     draft_vocab: int | None = _setting(None, "Propose only the so many tokens that the answers use most.")
-    lora_rank: int | None = _setting(None, "Train an adapter of this rank on the drafter, and the carry embedding.")
+    lora_rank: int | None = _setting(
+        None, "Train an adapter of this rank, and, where rows are carried, their embedding."
+    )
     mask_token_id: int | None = _setting(None, "New: token of the mask slots; by default an unused special token.")
 
 
@@ -70,14 +71,22 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
     out = Path(args.output_dir)
     if (out / RECORD).exists():
         raise ValueError(f"Expected a folder without a finished drafter at {out}, found {RECORD}; choose another.")
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    begun, checkpoint = begin(out, vars(recipe), args), last_checkpoint(out)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     target, tokenizer = load_target(recipe.target, dtype=dtype, device=args.device)
-    data = read_examples(recipe.data, tokenizer, max_length=_longest(target, recipe))
+    ends = end_tokens(target)
+    data = read_examples(recipe.data, tokenizer, max_length=_longest(target, recipe), ends=ends)
     if recipe.max_length is None and any(reason.startswith("longer") for reason in data.dropped):
         raise ValueError(f"Expected texts that fit the target's context, found {dict(data.dropped)}; leave them out "
                          f"with `--max_length {_longest(target, recipe)}`.")  # fmt: skip
     examples, validation = data.split(args.validation_every)
-    drafter = starting_drafter(recipe, target, tokenizer, examples)
+    check_texts(examples, target)
+    if checkpoint is None or recipe.lora_rank is not None:  # an adapter's checkpoint is the adapter alone
+        set_seed(args.seed)  # of what is new in the drafter
+        drafter = starting_drafter(recipe, target, tokenizer, examples)
+    else:
+        drafter = load_drafter(checkpoint, target=target, dtype=torch.float32)
+    check_parts(drafter, args, lora_rank=recipe.lora_rank, new_head=bool(recipe.confidence_head))
     check_pair(target, drafter)
     for part, size in estimate_memory(drafter, target, args, max(example.length for example in examples)).items():
         logger.warning("%-40s %8.2f GB", part, size / 1e9)
@@ -88,9 +97,9 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         callbacks=[interruption, MarkComplete()],
     )  # fmt: skip
     with interruption:
-        trainer.train(resume_from_checkpoint=last_checkpoint(out))
+        trainer.train(resume_from_checkpoint=checkpoint)
     if interruption.happened:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("Stopped, and saved; the same command goes on from here.")
     adapter = trainer.model if recipe.lora_rank is not None else None
     if trainer.is_world_process_zero():  # several processes hold the same drafter
         with saving(out):
@@ -99,9 +108,8 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         drafter = drafter if adapter is None else adapter.merge_and_unload()
         with saving(out):
             drafter.save_pretrained(out)
-            unfinished = out / f"{RECORD}.unfinished"
-            unfinished.write_text(json.dumps(_record(recipe, trainer, data), indent=1) + "\n")
-            unfinished.replace(out / RECORD)
+        finish(out, begun, trainer, dict(data.dropped))
+    PartialState().wait_for_everyone()  # else one returns before the folder is whole
     return drafter.eval()
 
 
@@ -116,11 +124,17 @@ def read_recipe(words: Sequence[str]) -> list[str]:
     path = Path(words[0])
     if not path.is_file():
         raise ValueError(f"Expected a recipe (YAML) at {path}, found no file; check the path.")
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"Expected YAML in {path}, got: {error}") from error
+    if not isinstance(settings, dict):
         raise ValueError(
             f"Expected `name: value` lines in {path}, found {type(settings).__name__}; see examples/recipes."
         )
+    for name, value in settings.items():
+        if isinstance(value, dict | list):
+            raise ValueError(f"Expected one value for `{name}` in {path}, found {value!r}; see examples/recipes.")
     flags = [(f"--{name}", str(value)) for name, value in settings.items() if value is not None]
     return [word for flag in flags for word in flag] + list(words[1:])
 
@@ -221,30 +235,3 @@ def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
     rope = theirs.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     return {"rope_theta": rope.get("rope_theta", 10000.0), "rope_type": "default"}
-
-
-def _record(recipe: RecipeArguments, trainer: CarryoverTrainer, data: Examples) -> dict[str, Any]:
-    """How the drafter was made: command, data, steps, time, machine, the stages before, and the log."""
-    args, state = trainer.args, trainer.state
-    settings = {name: args.to_dict()[name] for name in CarryoverTrainingArguments.__annotations__}
-    return {
-        "command": shlex.join(sys.argv),
-        "recipe": vars(recipe),
-        "arguments": settings | {"seed": args.seed, "gradient_accumulation_steps": args.gradient_accumulation_steps},
-        "texts": len(trainer.examples),
-        "texts_left_out": dict(data.dropped),
-        "steps": state.global_step,
-        "epochs": state.epoch,
-        "seconds": max((line.get("seconds", 0.0) for line in state.log_history), default=0.0),
-        "machine": describe_machine(trainer.rehearsal.target),
-        "earlier": _earlier(recipe.drafter),
-        "log": state.log_history,
-    }
-
-
-def _earlier(drafter: str | None) -> list[dict[str, Any]]:
-    """Records of the stages before, first one first, without their logs."""
-    if drafter is None or not (Path(drafter) / RECORD).is_file():
-        return []
-    last = json.loads((Path(drafter) / RECORD).read_text())
-    return [*last.pop("earlier", []), {name: value for name, value in last.items() if name != "log"}]

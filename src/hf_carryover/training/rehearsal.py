@@ -101,8 +101,13 @@ class Rehearsal:
             drafts.append(previous)
         return torch.stack(drafts, dim=-1)
 
-    def teacher_forced(self, texts: Texts, anchors: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits ``[N, M, K, V]`` and confidence logits ``[N, M, K]`` of slots, after the recorded tokens."""
+    def teacher_forced(
+        self, texts: Texts, anchors: Tensor, hidden: Tensor, *, confidence_detach: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[N, M, K, V]`` and confidence logits ``[N, M, K]`` of slots, after the recorded tokens.
+
+        With ``confidence_detach`` the latter's gradient stops at the confidence head.
+        """
         logits, confidences = self.slot_logits(hidden), []
         markov, judges, state = self.drafter.markov_head, self.drafter.confidence_head is not None, None
         previous = recorded(
@@ -115,7 +120,7 @@ class Rehearsal:
                 mixed, state = markov.mix(markov.markov_w1(before), here, state)
                 biases.append(mixed)
             if judges:
-                confidences.append(self.drafter.confidence(here, before))
+                confidences.append(self.drafter.confidence(here, before, detach=confidence_detach))
         if markov is not None:
             logits = logits + markov.markov_w2(torch.stack(biases, dim=2))
         return logits, torch.stack(confidences, dim=2) if judges else None
@@ -163,7 +168,10 @@ class Rehearsal:
         return Rejected(rows[:, :, None], places, is_rejected=(anchors >= 0)[..., None])
 
     @torch.no_grad()
-    def attention_mass(self, texts: Texts, reading: Reading, anchors: Tensor, rejected: Rejected) -> float:
+    def attention_mass(
+        self, texts: Texts, reading: Reading, anchors: Tensor, rejected: Rejected,
+        *, forward: Callable[..., Any] | None = None,
+    ) -> float:  # fmt: skip
         """Share of attention probability on rejected rows: mean over layers, heads and slots of blocks that have some.
 
         The definition of `evaluate`, on the first text of the batch.
@@ -184,7 +192,7 @@ class Rehearsal:
         implementation = self.drafter.config._attn_implementation
         self.drafter.set_attn_implementation("eager")
         try:
-            self.draft(first, read, anchors[:1], branches)
+            self.draft(first, read, anchors[:1], branches, forward=forward)
         finally:
             self.drafter.set_attn_implementation(implementation)
             for hook in hooks:

@@ -48,6 +48,7 @@ def make_data(
     answer: Callable[[Sequence[list[int]], Sequence[Conversation], int], list[Answer]],
     invent: Callable[[int], list[str]] | None = None,
     prompts: str | Path | None = None,
+    writer: str = "",
     arguments: DataArguments | None = None,
     console: Console | None = None,
 ) -> Counter[str]:
@@ -62,6 +63,7 @@ def make_data(
         answer: Answers a batch of prompts (ids, messages, number of the batch): `TargetWriter` or `ServerWriter`.
         invent: Makes a batch of user turns (number of the batch), where no prompts are given.
         prompts: A source as `read_prompts` takes it.
+        writer: Who answers: a call that goes on must name the same.
         arguments: How; None: the defaults.
         console: Where progress is shown; None: nowhere.
 
@@ -72,7 +74,7 @@ def make_data(
     given = None if prompts is None else read_prompts(prompts).prompts[: arguments.count]
     if given is None and invent is None:
         raise ValueError("Expected prompts, or a target that invents them, got neither; name a file: --prompts.")
-    log = DataLog(Path(out), arguments, str(prompts))
+    log = DataLog(Path(out), arguments, str(prompts), writer)
     total = arguments.count if given is None else -(-len(given) // arguments.batch_size)
     with Progress(console=console, disable=console is None) as progress:
         task = progress.add_task("texts" if given is None else "batches", total=total)
@@ -158,17 +160,18 @@ class TargetWriter:
         sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         text = self.target.generate(
             input_ids=ids, attention_mask=mask, do_sample=temperature > 0, max_new_tokens=most,
-            repetition_penalty=1.0, pad_token_id=self._ends[0], **sampling,
+            repetition_penalty=1.0, pad_token_id=self.ends[0], **sampling,
         )  # fmt: skip
         return [self._cut(row) for row in text[:, ids.shape[1] :].tolist()]
 
     @property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
+        """Tokens that end an answer."""
         eos = self.target.generation_config.eos_token_id
         return [self.tokenizer.eos_token_id] if eos is None else eos if isinstance(eos, list) else [eos]
 
     def _cut(self, ids: list[int]) -> Answer:
-        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+        end = next((i for i, token in enumerate(ids) if token in self.ends), None)
         return Answer(ids, False) if end is None else Answer(ids[: end + 1], True)
 
 
@@ -180,6 +183,7 @@ class ServerWriter:
     model: str
     tokenizer: PreTrainedTokenizerBase
     arguments: DataArguments
+    ends: Sequence[int] = ()
 
     def answer(self, _: Sequence[list[int]], prompts: Sequence[Conversation], batch: int) -> list[Answer]:
         """Answers to prompts, given as messages; their ids come from rendering the whole conversation."""
@@ -197,7 +201,7 @@ class ServerWriter:
             temperature=self.arguments.temperature, seed=seed,
         ).choices[0]  # fmt: skip
         turns = [*prompt, {"role": "assistant", "content": given.message.content or ""}]
-        (example,) = answers_of(turns, self.tokenizer, "the server's answer")[-1:]
+        (example,) = answers_of(turns, self.tokenizer, "the server's answer", ends=self.ends)[-1:]
         finished = given.finish_reason != "length"
         ids = example.answer_ids if finished else example.answer_ids[:-1]
         return Answer(ids, finished)

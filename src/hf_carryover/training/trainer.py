@@ -37,7 +37,7 @@ class CarryoverTrainer(Trainer):
         target: The frozen target; its embedding and head serve the drafter.
         args: What and how.
         examples: Texts to train on.
-        validation: Texts to validate with; None: no validation.
+        validation: Texts to validate with; None, with ``eval_strategy="no"``: no validation.
         callbacks: As in `Trainer`.
     """
 
@@ -126,6 +126,7 @@ class CarryoverTrainer(Trainer):
             repeats=args.steps_per_reading,
             world=args.world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
+            epoch=lambda: int(self.state.epoch or 0),
         )
         loader: DataLoader[Any] = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=collate)
         return self.accelerator.prepare(loader)
@@ -163,12 +164,7 @@ class CarryoverTrainer(Trainer):
                 drafter.carry_embedding.copy_(self.args.carry_scale * self._layer_rms() * noise)
         return super().train(*args, **kwargs)
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,  # noqa: ARG002
-        ignore_keys: Any = None,  # noqa: ARG002
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
+    def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Loss and estimate on the validation texts, and the accepted length of real rounds on their prompts."""
         drafter = self.rehearsal.drafter
         was_training = drafter.training
@@ -178,7 +174,7 @@ class CarryoverTrainer(Trainer):
         with torch.no_grad():
             for start in range(0, len(held), size):
                 batch = collate([held[i] for i in range(start, min(start + size, len(held)))])
-                self.compute_loss(drafter, self._prepare_inputs(batch))
+                self.compute_loss(self.model, self._prepare_inputs(batch))
         metrics = {f"{metric_key_prefix}_{name}": fmean(found) for name, found in self._seen.items()}
         self._seen = kept
         metrics[f"{metric_key_prefix}_accepted_length"] = self._accepted_length(carry=False)
@@ -215,7 +211,7 @@ class CarryoverTrainer(Trainer):
         rehearsal, carries = self.rehearsal, self.args.stage == "carryover"
         if self.state.global_step < self.args.curriculum_steps and rehearsal.drafter.training:
             return anchors, rehearsal.own_rows(reading, anchors) if carries else None
-        drafts = rehearsal.propose(texts, anchors, rehearsal.draft(texts, reading, anchors))
+        drafts = rehearsal.propose(texts, anchors, rehearsal.draft(texts, reading, anchors, forward=self.model))
         num_accepted = rehearsal.accept(texts, anchors, drafts)
         rejected = rehearsal.verify(texts, reading, anchors, drafts, num_accepted) if carries else None
         return rehearsal.next_anchors(texts, anchors, num_accepted), rejected
@@ -234,12 +230,14 @@ class CarryoverTrainer(Trainer):
             return
         carrying = blocks & carried.is_rejected.any(-1)
         self._seen["carried_rows"].append(carried.is_rejected.sum(-1)[blocks].float().mean().item())
-        is_logged = (self.state.global_step + 1) % max(1, int(self.args.logging_steps)) == 0
+        step = self.state.global_step + 1
+        is_logged = step % max(1, int(self.args.logging_steps)) == 0 or (step == 1 and self.args.logging_first_step)
         if carrying.any() and (is_logged or not self.rehearsal.drafter.training):
-            without = self.rehearsal.draft(texts, reading, anchors)
+            without = self.rehearsal.draft(texts, reading, anchors, forward=self.model)
             bare = self.block_losses(texts, reading, anchors, without)[0]
             self._seen["carry_gain"].append((bare - sums)[carrying].mean().item())
-            self._seen["attention_mass"].append(self.rehearsal.attention_mass(texts, reading, anchors, carried))
+            mass = self.rehearsal.attention_mass(texts, reading, anchors, carried, forward=self.model)
+            self._seen["attention_mass"].append(mass)
 
     def _accepted_length(self, *, carry: bool) -> float:
         prompts = [text.prompt_ids for text in self.validation[: self.args.validation_prompts]]

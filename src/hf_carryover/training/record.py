@@ -1,0 +1,83 @@
+"""How was a drafter made? A record in its folder, begun with the training, so that it goes on as it began."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_carryover.evaluation.machine import describe_machine
+from hf_carryover.training.arguments import CarryoverTrainingArguments
+from hf_carryover.training.interruption import last_checkpoint, saving
+
+if TYPE_CHECKING:
+    from hf_carryover.training.trainer import CarryoverTrainer
+
+RECORD = "training.json"
+UNFINISHED = f"{RECORD}.unfinished"
+# Settings of the library that decide what is learned, beside our own.
+LEARNED = ("seed", "data_seed", "gradient_accumulation_steps", "weight_decay", "max_grad_norm", "fp16", "world_size")
+# Settings of ours that may change when a training goes on: how long, what is logged, kept and validated.
+FREE = {"max_steps", "logging_steps", "logging_first_step", "save_steps", "save_total_limit", "eval_strategy",
+        "eval_steps", "validation_texts", "validation_prompts", "validation_tokens"}  # fmt: skip
+
+
+def begin(out: Path, recipe: dict[str, Any], args: CarryoverTrainingArguments) -> dict[str, Any]:
+    """Settings and earlier stages of a training, kept in ``out`` until it is finished; those kept, if it goes on.
+
+    Raises:
+        ValueError: It was begun with other settings.
+        OSError: The disk is full.
+    """
+    kept = out / UNFINISHED
+    now = {"recipe": recipe, "arguments": settings_of(args), "earlier": earlier(recipe["drafter"])}
+    if last_checkpoint(out) is None or not kept.exists():
+        if args.process_index == 0:
+            with saving(out):
+                out.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(now) + "\n", encoding="utf-8")
+        return now
+    begun: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    before, after = (side["recipe"] | side["arguments"] for side in (begun, json.loads(json.dumps(now))))
+    changed = [name for name in after if name not in FREE and before.get(name) != after[name]]
+    if changed:
+        told = ", ".join(f"{name} {after[name]!r} (begun with {before.get(name)!r})" for name in changed)
+        raise ValueError(f"Expected the settings that the training in {out} was begun with, found {told}; "
+                         "give those, or choose another folder.")  # fmt: skip
+    return begun | {"arguments": now["arguments"]}
+
+
+def finish(out: Path, begun: dict[str, Any], trainer: "CarryoverTrainer", dropped: dict[str, int]) -> None:
+    """Write the record: command, settings, steps, time, machine, the stages before, and the log."""
+    state = trainer.state
+    record = {
+        "command": shlex.join(sys.argv),
+        "recipe": begun["recipe"],
+        "arguments": begun["arguments"],
+        "texts": len(trainer.examples),
+        "texts_left_out": dropped,
+        "steps": state.global_step,
+        "epochs": state.epoch,
+        "seconds": max((line.get("seconds", 0.0) for line in state.log_history), default=0.0),
+        "machine": describe_machine(trainer.rehearsal.target),
+        "earlier": begun["earlier"],
+        "log": state.log_history,
+    }
+    with saving(out):
+        kept = out / UNFINISHED
+        kept.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        kept.replace(out / RECORD)
+
+
+def settings_of(args: CarryoverTrainingArguments) -> dict[str, Any]:
+    """What was set of how a drafter learns."""
+    plain = args.to_dict() | {"world_size": args.world_size}
+    return {name: plain[name] for name in (*CarryoverTrainingArguments.__annotations__, *LEARNED)}
+
+
+def earlier(drafter: str | None) -> list[dict[str, Any]]:
+    """Records of the stages that a drafter folder went through, first one first, without their logs."""
+    if drafter is None or not (Path(drafter) / RECORD).is_file():
+        return []
+    last = json.loads((Path(drafter) / RECORD).read_text(encoding="utf-8"))
+    return [*last.pop("earlier", []), {name: value for name, value in last.items() if name != "log"}]
