@@ -4,7 +4,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hf_carryover import cli
 from hf_carryover.targets import load_target
 from hf_carryover.training.data import read_examples
 from hf_carryover.training.datalog import DataArguments
@@ -17,7 +19,7 @@ from hf_carryover.training.selfchat import (
     user_prefix,
     why_bad,
 )
-from tests.evaluation_fakes import make_tokenizer, write_prompts
+from tests.evaluation_fakes import make_tokenizer, write_prompts, write_target
 from tests.fakes import make_target
 
 
@@ -183,19 +185,35 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_answers_in_the_targets_stead(tmp_path):
+@pytest.fixture
+def endpoint():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    Server.asked.clear()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_answers_and_the_target_is_not_loaded(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "load_model", lambda *given: pytest.fail("the weights are the server's"))
+    target = write_target(tmp_path / "target")
+    words = ["--target", target, "--out", tmp_path / "a.jsonl", "--endpoint", endpoint, "--endpoint-model", "m"]
+    words += ["--prompts", write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4"])]
+
+    result = CliRunner().invoke(cli.app, ["data", *map(str, words)], catch_exceptions=False)
+
+    assert "1 texts in" in result.output
+    assert len(Server.asked) == 2
+
+
+def test_a_server_answers_in_the_targets_stead(endpoint, tmp_path):
     tokenizer, arguments = make_tokenizer(), DataArguments(batch_size=2, max_new_tokens=9)
-    writer = ServerWriter(f"http://127.0.0.1:{server.server_port}/v1", "m", tokenizer, arguments)
+    writer = ServerWriter(endpoint, "m", tokenizer, arguments)
     prompts = write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4", "5 6"])
 
-    try:
-        counts = make_data(tokenizer, tmp_path / "a.jsonl", answer=writer.answer, prompts=prompts, arguments=arguments)
-    finally:
-        server.shutdown()
-        server.server_close()
+    counts = make_data(tokenizer, tmp_path / "a.jsonl", answer=writer.answer, prompts=prompts, arguments=arguments)
 
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert counts == {"kept": 2, "answer cut by the length limit": 1}

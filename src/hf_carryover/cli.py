@@ -172,11 +172,11 @@ def data(
     arguments = DataArguments(
         count, batch_size, max_new_tokens, max_prompt_tokens, temperature, prompt_temperature, keep_cut, seed
     )
-    model, tokenizer = load_model(target, dtype)
-    writer = TargetWriter(model, tokenizer, arguments)
-    server = ServerWriter(endpoint or "", endpoint_model or target, tokenizer, arguments, writer.ends)
+    server = None if endpoint is None else ServerWriter.of(target, endpoint, endpoint_model or target, arguments)
+    local = None if server and prompts else TargetWriter(*load_model(target, dtype), arguments)  # invents, or answers
+    writer: Any = server or local
     counts = make_data(
-        tokenizer, out, answer=(server if endpoint else writer).answer, invent=writer.invent, prompts=prompts,
+        writer.tokenizer, out, answer=writer.answer, invent=local.invent if local else None, prompts=prompts,
         writer=f"{endpoint_model or target} at {endpoint}", arguments=arguments, console=notes,
     )  # fmt: skip
     console.print(f"{counts.pop('kept', 0)} texts in {out}.")
@@ -278,7 +278,7 @@ def answer_tokens(
     if count is None or answers is None or model is None or tokenizer is None:
         raise ValueError(f"Expected `--draft-vocab N` together with the target's answers (`--prompts FILE`) and "
                          f"`--target`, whose tokenizer reads them, got {count}, {answers}; name all.")  # fmt: skip
-    examples = read_examples(answers, tokenizer, max_length=sys.maxsize).examples
+    examples = read_examples(answers, tokenizer, max_length=sys.maxsize, ends=end_tokens(model)).examples
     ids, covered = most_used_tokens(examples, count, always=end_tokens(model))
     notes.print(f"The draft vocabulary of {len(ids)} covers {covered:.2%} of the answers.")
     return ids

@@ -55,7 +55,7 @@ def load_target(
     """
     device = default_device() if device == "auto" else torch.device(device)
     dtype = default_dtype(device) if dtype == "auto" else dtype
-    source = embedded_folder(TARGETS[name]) if name in TARGETS else Path(name) if Path(name).is_dir() else name
+    source = target_source(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -69,6 +69,11 @@ def load_target(
     return model.to(device).eval(), tokenizer
 
 
+def target_source(name: str) -> Path | str:
+    """Folder or Hub id of a target by its name."""
+    return embedded_folder(TARGETS[name]) if name in TARGETS else Path(name) if Path(name).is_dir() else name
+
+
 def default_device() -> torch.device:
     """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,9 +84,8 @@ def default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        # Without oneDNN torch lacks the question.
-        is_told = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        has_bf16 = is_told and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        has_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        has_bf16 = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if has_bf16 else torch.float32
 
 

@@ -12,9 +12,10 @@ from huggingface_hub import InferenceClient
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.prompts import Conversation, read_prompts
+from hf_carryover.targets import target_source
 from hf_carryover.training.data import answers_of, render
 from hf_carryover.training.datalog import DataArguments, DataLog
 
@@ -184,6 +185,17 @@ class ServerWriter:
     tokenizer: PreTrainedTokenizerBase
     arguments: DataArguments
     ends: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, target: str, endpoint: str, model: str, arguments: DataArguments) -> "ServerWriter":
+        """For a target by its name, of which the tokenizer and what ends its turns are read, not the weights."""
+        source = target_source(target)
+        try:
+            ends = GenerationConfig.from_pretrained(source).eos_token_id
+        except OSError:  # it has no such file: the tokenizer's own end
+            ends = None
+        found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        return cls(endpoint, model, AutoTokenizer.from_pretrained(source), arguments, found)
 
     def answer(self, _: Sequence[list[int]], prompts: Sequence[Conversation], batch: int) -> list[Answer]:
         """Answers to prompts, given as messages; their ids come from rendering the whole conversation."""
