@@ -187,8 +187,7 @@ def test_a_control_says_where_its_figures_are(folder):
 
     card = render_card(folder)
 
-    assert "Its figures stand in that drafter's card, under `control`." in card
-    assert "**Nothing was measured.**" not in card
+    assert "figures of it stand in the card of\nthe drafter that it is compared with." in card
 
 
 def test_a_folder_without_config_is_refused(tmp_path):

@@ -58,7 +58,7 @@ def cut(folder, tmp_path, monkeypatch):
     on_step_end = Interruption.on_step_end
 
     def stop(self, args, state, control, **kwargs):
-        self.happened = state.global_step == 2
+        self.asked = state.global_step == 2
         on_step_end(self, args, state, control, **kwargs)
 
     monkeypatch.setattr(Interruption, "on_step_end", stop)
@@ -78,6 +78,7 @@ def test_a_training_goes_on_when_the_drafter_it_started_from_is_gone(folder, cut
     found = CarryoverDrafterModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in whole.state_dict().items())
     record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "whole" / "config.json").read_text()
     assert record["earlier"] == [{"steps": 7}]
     assert record["steps"] == 4
     assert not (tmp_path / "out" / "training.json.unfinished").exists()
@@ -90,6 +91,8 @@ def test_a_training_goes_on_when_the_drafter_it_started_from_is_gone(folder, cut
         (["--seed", 5], "seed 5"),
         (["--bf16", "true"], "bf16 True"),
         (["--stage", "control"], "stage 'control'"),
+        (["--logging_steps", 1], "logging_steps 1.0"),  # the Trainer would go on with the old ones
+        (["--lr_scheduler_kwargs", '{"a": 1}'], r"lr_scheduler_kwargs \{'a': 1\}"),
         (["--max_length", 50], "max_length 50"),
         (["--weight_decay", 0.1], "weight_decay 0.1"),
     ],
@@ -99,6 +102,22 @@ def test_a_training_does_not_go_on_with_other_settings(words, told, folder, cut,
         train(folder, tmp_path / "out", *cut, *words)
 
 
+@pytest.mark.parametrize("words", [[], ["--lora_rank", 2]], ids=["drafter", "adapter"])
+def test_a_training_that_ended_before_the_drafter_was_saved_makes_no_more_steps(words, folder, tmp_path):
+    words = ["--drafter", folder / "start", "--stage", "carryover", "--save_steps", 2, *words]
+    whole, out = train(folder, tmp_path / "whole", *words), tmp_path / "whole"
+    for path in (out / "training.json", out / "model.safetensors"):
+        path.unlink()
+
+    again = train(folder, out, *words)
+
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    assert json.loads((out / "training.json").read_text())["steps"] == 4
+    (out / "training.json").unlink()
+    with pytest.raises(ValueError, match="`max_steps` must be at least 4, the steps that were made already"):
+        train(folder, out, *words, "--max_steps", 3)
+
+
 def test_the_same_command_makes_the_same_drafter_from_nothing(folder, tmp_path):
     one, two = (train(folder, tmp_path / name, "--num_layers", 1, "--block_size", 4) for name in ("one", "two"))
 
@@ -106,7 +125,7 @@ def test_the_same_command_makes_the_same_drafter_from_nothing(folder, tmp_path):
 
 
 def test_a_training_may_go_on_for_longer(folder, cut, tmp_path):
-    train(folder, tmp_path / "out", *cut, "--max_steps", 5, "--logging_steps", 1)
+    train(folder, tmp_path / "out", *cut, "--max_steps", 5)
 
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["steps"] == record["arguments"]["max_steps"] == 5
@@ -119,6 +138,11 @@ def test_a_training_may_go_on_for_longer(folder, cut, tmp_path):
         (["--data", "others.jsonl"], "Expected ids below 61, the target's vocabulary, found 61"),
         (["--confidence_head", "true"], "`confidence_head` needs a `confidence_weight` above 0"),
         (["--confidence_weight", "1"], "`confidence_weight` must be 0 without a head"),
+        (["--lora_rank", "2"], "`lora_rank` needs a whole `drafter`"),
+        (
+            ["--drafter", "start", "--lora_rank", "2", "--markov_head", "vanilla", "--markov_rank", "4"],
+            "`lora_rank` needs a whole `drafter` to adapt, without a new `markov_head`",
+        ),
         (["--drafter", "start", "--lora_rank", "2"], "`stage` must be carryover with `lora_rank`"),
         (["--optim", "sgd"], "`optim` must be left out, got 'sgd': `matrix_optimizer` says"),
         (["--dataloader_num_workers", "2"], "`dataloader_num_workers` must be left out, got 2"),

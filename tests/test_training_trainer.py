@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import HfArgumentParser, TrainerCallback, TrainerControl, TrainerState
 
 from hf_carryover import CarryoverDrafterModel
 from hf_carryover.training import CarryoverTrainer, CarryoverTrainingArguments, Example
@@ -64,7 +64,12 @@ def test_training_computes_in_bf16_where_the_hardware_multiplies_in_it(dtype, tm
 
     by_itself, told = (CarryoverTrainingArguments(output_dir=str(tmp_path), bf16=told) for told in (None, True))
 
+    (parsed,) = HfArgumentParser(CarryoverTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--bf16"]
+    )
+
     assert by_itself.bf16 == (dtype == torch.bfloat16)
+    assert parsed.bf16
     assert by_itself.mixed_precision == ("bf16" if by_itself.bf16 else "no")
     assert by_itself.use_cpu  # which the library wants to be told for bf16
     assert told.bf16

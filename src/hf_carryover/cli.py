@@ -177,7 +177,7 @@ def data(
     writer: Any = server or local
     counts = make_data(
         writer.tokenizer, out, answer=writer.answer, invent=local.invent if local else None, prompts=prompts,
-        writer=f"{endpoint_model or target} at {endpoint}", arguments=arguments, console=notes,
+        writer=f"{target} {endpoint_model or ''}".strip(), arguments=arguments, console=notes,
     )  # fmt: skip
     console.print(f"{counts.pop('kept', 0)} texts in {out}.")
     for reason, number in counts.items():

@@ -58,7 +58,12 @@ class CarryoverTrainingArguments(TrainingArguments):
     validation_tokens: int = _setting(48, "New tokens on each of them.")
 
     # The library's own settings, with defaults that fit.
-    bf16: bool | None = _setting(None, "Compute in bf16; by itself where the hardware multiplies in it.")
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute in bf16; by itself where the hardware multiplies in it.", "nargs": "?", "const": True
+        },
+    )  # fmt: skip
     per_device_train_batch_size: int = _setting(8, "Texts a step and process.")
     learning_rate: float = _setting(3e-3, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = field(

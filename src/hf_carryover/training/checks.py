@@ -10,12 +10,12 @@ from hf_carryover.training.data import Example
 
 
 def check_texts(examples: Sequence[Example], target: PreTrainedModel) -> None:
-    """Refuse training without a text, and ids that the target has no embedding for.
+    """Refuse a single text, and ids that the target has no embedding for.
 
     Raises:
         ValueError: One of these.
     """
-    if not examples:
+    if len(examples) < 2:
         raise ValueError("Expected at least two texts, the first of them to validate with, found one; give more.")
     size: int = target.get_input_embeddings().num_embeddings
     highest = max(max(*example.prompt_ids, *example.answer_ids) for example in examples)
@@ -27,16 +27,17 @@ def check_texts(examples: Sequence[Example], target: PreTrainedModel) -> None:
 
 
 def check_parts(
-    drafter: CarryoverDrafterModel, args: CarryoverTrainingArguments, *, lora_rank: int | None, new_head: bool
+    drafter: CarryoverDrafterModel, args: CarryoverTrainingArguments, *, adapts: bool, new_parts: bool, new_judge: bool
 ) -> None:
-    """Refuse settings that have no part of the drafter to act on, and those that leave a part behind.
+    """Refuse settings that have no part of the drafter to act on, and those that leave a new part as it is.
 
     Raises:
         ValueError: One of these.
     """
-    has_head, adapts, weighs = drafter.confidence_head is not None, lora_rank is not None, args.confidence_weight > 0
+    has_head, weighs = drafter.confidence_head is not None, args.confidence_weight > 0
     for is_wrong, sentence in (
-        (new_head and not weighs, "`confidence_head` needs a `confidence_weight` above 0, or it would stay as it is."),
+        (adapts and new_parts, "`lora_rank` needs a whole `drafter` to adapt, without a new `markov_head`."),
+        (new_judge and not weighs, "`confidence_head` needs a `confidence_weight` above 0, or it stays as it is."),
         (weighs and not has_head, "`confidence_weight` must be 0 without a head to train; add `confidence_head`."),
         (weighs and adapts, "`confidence_weight` must be 0 with `lora_rank`: an adapter does not train the head."),
         (adapts and args.stage != "carryover" and drafter.carry_embedding.any(),

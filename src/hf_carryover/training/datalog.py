@@ -45,7 +45,7 @@ class DataLog:
         out.parent.mkdir(parents=True, exist_ok=True)
         if self.progress.exists():
             saved = json.loads(self.progress.read_text(encoding="utf-8"))
-            if saved["settings"] != self.settings:
+            if {"writer": writer} | saved["settings"] != self.settings:
                 raise ValueError(f"Expected {out} to be made with the same settings, found {saved['settings']}; "
                                  "choose another file, or delete this one.")  # fmt: skip
             self.num_batches, self.counts = saved["batches"], Counter(saved["counts"])

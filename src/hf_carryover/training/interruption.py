@@ -19,7 +19,12 @@ COMPLETE = "complete"  # the name of a checkpoint's mark
 def last_checkpoint(out: Path) -> str | None:
     """The newest checkpoint that was written to its end."""
     whole = [path.parent for path in out.glob(f"checkpoint-*/{COMPLETE}")]
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+    return str(max(whole, key=lambda path: steps_made(str(path)))) if whole else None
+
+
+def steps_made(checkpoint: str | None) -> int:
+    """Steps after which a checkpoint was written; none without one."""
+    return 0 if checkpoint is None else int(checkpoint.rpartition("-")[2])
 
 
 @contextmanager
@@ -56,7 +61,7 @@ class Interruption(TrainerCallback):
     """Within its context, Ctrl-C ends training after the current step, with a checkpoint."""
 
     def __init__(self) -> None:
-        self.happened = False
+        self.asked = self.happened = False
 
     def __enter__(self) -> None:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -66,12 +71,12 @@ class Interruption(TrainerCallback):
             signal.signal(number, handler)
 
     def _note(self, *_: object) -> None:
-        self.happened = True
+        self.asked = True
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any  # noqa: ARG002
     ) -> None:  # fmt: skip
         """Save and stop, all processes after the same step."""
-        self.happened = any(gather_object([self.happened]))
-        if self.happened:
+        if any(gather_object([self.asked])) and not control.should_training_stop:
+            self.happened = True
             control.should_save = control.should_training_stop = True

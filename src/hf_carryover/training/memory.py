@@ -35,7 +35,7 @@ def estimate_memory(
         "drafter's pass": 4 * config.num_hidden_layers * (slots * layer + 4 * (rows + carried) * kv)
         + 12 * (rows + carried) * width,
         "logits": 4 * (7 if teaches else 4) * drafted * (config.draft_vocab_size or config.vocab_size)
-        + (8 * min(drafted, rows) * config.vocab_size if teaches else 0),
+        + (4 * min(drafted, rows) * config.vocab_size if teaches else 0),
         "masks": 6 * slots * keys,
         "Python, PyTorch and texts": 600_000_000,
     }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion import load_drafter, restrict_vocabulary
@@ -21,8 +21,9 @@ from hf_carryover.training.adapter import adapter_of
 from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.checks import check_parts, check_texts
 from hf_carryover.training.data import Example, end_tokens, most_used_tokens, read_examples
-from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint, saving
+from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint, saving, steps_made
 from hf_carryover.training.memory import estimate_memory
+from hf_carryover.training.parts import plain_rope, unused_token
 from hf_carryover.training.record import RECORD, begin, finish
 from hf_carryover.training.trainer import CarryoverTrainer
 
@@ -80,13 +81,16 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         raise ValueError(f"Expected texts that fit the target's context, found {dict(data.dropped)}; leave them out "
                          f"with `--max_length {_longest(target, recipe)}`.")  # fmt: skip
     examples, validation = data.split(args.validation_every)
-    check_texts(examples, target)
+    check_texts(data.examples, target)
     if checkpoint is None or recipe.lora_rank is not None:  # an adapter's checkpoint is the adapter alone
         set_seed(args.seed)  # of what is new in the drafter
         drafter = starting_drafter(recipe, target, tokenizer, examples)
     else:
-        drafter = load_drafter(checkpoint, target=target, dtype=torch.float32)
-    check_parts(drafter, args, lora_rank=recipe.lora_rank, new_head=bool(recipe.confidence_head))
+        drafter = CarryoverDrafterModel.from_pretrained(checkpoint, dtype=torch.float32)
+    check_parts(
+        drafter, args, adapts=recipe.lora_rank is not None, new_judge=bool(recipe.confidence_head),
+        new_parts=recipe.drafter is None or recipe.markov_head is not None,
+    )  # fmt: skip
     check_pair(target, drafter)
     for part, size in estimate_memory(drafter, target, args, max(example.length for example in examples)).items():
         logger.warning("%-40s %8.2f GB", part, size / 1e9)
@@ -97,20 +101,34 @@ def train_drafter(recipe: RecipeArguments, args: CarryoverTrainingArguments) -> 
         callbacks=[interruption, MarkComplete()],
     )  # fmt: skip
     with interruption:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        _make_steps(trainer, checkpoint)
     if interruption.happened:
         raise KeyboardInterrupt("Stopped, and saved; the same command goes on from here.")
-    adapter = trainer.model if recipe.lora_rank is not None else None
     if trainer.is_world_process_zero():  # several processes hold the same drafter
-        with saving(out):
-            if adapter is not None:
-                adapter.save_pretrained(out / ADAPTER)
-        drafter = drafter if adapter is None else adapter.merge_and_unload()
-        with saving(out):
-            drafter.save_pretrained(out)
+        drafter = _save(trainer, drafter)
         finish(out, begun, trainer, dict(data.dropped))
     PartialState().wait_for_everyone()  # else one returns before the folder is whole
     return drafter.eval()
+
+
+def _make_steps(trainer: CarryoverTrainer, checkpoint: str | None) -> None:
+    """Train to the end; where all steps are made but the drafter was not saved, the Trainer would make one more."""
+    if checkpoint is None or steps_made(checkpoint) != trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return
+    trainer._load_from_checkpoint(checkpoint)
+    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+
+
+def _save(trainer: CarryoverTrainer, drafter: CarryoverDrafterModel) -> CarryoverDrafterModel:
+    """Write the adapter, if there is one, and the drafter, with it merged."""
+    out = Path(trainer.args.output_dir)
+    with saving(out):
+        if trainer.model is not drafter:
+            trainer.model.save_pretrained(out / ADAPTER)
+            drafter = trainer.model.merge_and_unload()
+        drafter.save_pretrained(out)
+    return drafter
 
 
 def read_recipe(words: Sequence[str]) -> list[str]:
@@ -202,7 +220,7 @@ def new_config(
         "num_attention_heads": heads,
         "num_key_value_heads": theirs.get("num_key_value_heads") or heads,
         "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
-        "rope_parameters": _rope(theirs),
+        "rope_parameters": plain_rope(theirs),
         "max_position_embeddings": theirs.get("max_position_embeddings", 32768),
         "num_target_layers": theirs["num_hidden_layers"],
         "final_logit_softcapping": theirs.get("final_logit_softcapping"),
@@ -212,26 +230,8 @@ def new_config(
     return CarryoverDrafterConfig(**(fields | changes))
 
 
-def unused_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The last special token that neither ends, begins nor pads text, nor stands in the chat template."""
-    known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    template = tokenizer.chat_template or ""
-    free = [i for i, token in tokenizer.added_tokens_decoder.items()
-            if token.special and i not in known and token.content not in template]  # fmt: skip
-    if not free:
-        raise ValueError("Expected a special token that texts do not use, found none; name one: `--mask_token_id`.")
-    return max(free)
-
-
 def _longest(target: PreTrainedModel, recipe: RecipeArguments) -> int:
     context: int = target.config.get_text_config().to_dict().get("max_position_embeddings", sys.maxsize)
     if (recipe.max_length or 0) > context:
         raise ValueError(f"`max_length` must be at most the target's context, {context}, got {recipe.max_length}.")
     return recipe.max_length or context
-
-
-def _rope(theirs: dict[str, Any]) -> dict[str, Any]:
-    """The target's rotary base; other kinds of scaling are not copied, since a drafter learns its own positions."""
-    rope = theirs.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    return {"rope_theta": rope.get("rope_theta", 10000.0), "rope_type": "default"}

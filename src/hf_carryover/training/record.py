@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_carryover.evaluation.machine import describe_machine
 from hf_carryover.training.arguments import CarryoverTrainingArguments
-from hf_carryover.training.interruption import last_checkpoint, saving
+from hf_carryover.training.interruption import last_checkpoint, saving, steps_made
 
 if TYPE_CHECKING:
     from hf_carryover.training.trainer import CarryoverTrainer
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 RECORD = "training.json"
 UNFINISHED = f"{RECORD}.unfinished"
 # Settings of the library that decide what is learned, beside our own.
-LEARNED = ("seed", "data_seed", "gradient_accumulation_steps", "weight_decay", "max_grad_norm", "fp16", "world_size")
-# Settings of ours that may change when a training goes on: how long, what is logged, kept and validated.
-FREE = {"max_steps", "logging_steps", "logging_first_step", "save_steps", "save_total_limit", "eval_strategy",
-        "eval_steps", "validation_texts", "validation_prompts", "validation_tokens"}  # fmt: skip
+LEARNED = (
+    "seed", "data_seed", "gradient_accumulation_steps", "weight_decay", "max_grad_norm", "lr_scheduler_kwargs", "fp16",
+    "world_size",
+)  # fmt: skip
+# What may change when a training goes on: how long it is, what is kept, and what it is validated on.
+FREE = {"max_steps", "save_total_limit", "validation_texts", "validation_prompts", "validation_tokens"}
 
 
 def begin(out: Path, recipe: dict[str, Any], args: CarryoverTrainingArguments) -> dict[str, Any]:
@@ -31,15 +33,22 @@ def begin(out: Path, recipe: dict[str, Any], args: CarryoverTrainingArguments) -
     """
     kept = out / UNFINISHED
     now = {"recipe": recipe, "arguments": settings_of(args), "earlier": earlier(recipe["drafter"])}
-    if last_checkpoint(out) is None or not kept.exists():
+    checkpoint = last_checkpoint(out)
+    if 0 < args.max_steps < steps_made(checkpoint):
+        raise ValueError(f"`max_steps` must be at least {steps_made(checkpoint)}, the steps that were made already in "
+                         f"{out}, got {args.max_steps}.")  # fmt: skip
+    if checkpoint is None or not kept.exists():
         if args.process_index == 0:
             with saving(out):
                 out.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps(now) + "\n", encoding="utf-8")
+                _write(kept, now)
         return now
     begun: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
     before, after = (side["recipe"] | side["arguments"] for side in (begun, json.loads(json.dumps(now))))
     changed = [name for name in after if name not in FREE and before.get(name) != after[name]]
+    if recipe["lora_rank"] is not None and begun["earlier"] != now["earlier"]:  # its weights are read again
+        raise ValueError(f"Expected the drafter that the adapter in {out} was begun on, found another in "
+                         f"{recipe['drafter']}; put it back, or choose another folder.")  # fmt: skip
     if changed:
         told = ", ".join(f"{name} {after[name]!r} (begun with {before.get(name)!r})" for name in changed)
         raise ValueError(f"Expected the settings that the training in {out} was begun with, found {told}; "
@@ -64,9 +73,14 @@ def finish(out: Path, begun: dict[str, Any], trainer: "CarryoverTrainer", droppe
         "log": state.log_history,
     }
     with saving(out):
-        kept = out / UNFINISHED
-        kept.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        kept.replace(out / RECORD)
+        _write(out / RECORD, record)
+    (out / UNFINISHED).unlink(missing_ok=True)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def settings_of(args: CarryoverTrainingArguments) -> dict[str, Any]:
