@@ -276,7 +276,16 @@ class Page:
         return self.all("#stage .stage.replay") and "times plain's speed" in self.text("#says")
 
 
-def serve(target, drafter, log, *, folder=SPACE, python=sys.executable):
+# The page in fp32, whatever the processor: in bf16 the texts of random weights part at near-ties.
+IN_FP32 = """
+import os, runpy, torch
+from hf_carryover import targets
+targets.default_dtype = lambda device: torch.float32
+runpy.run_path(os.path.abspath("app.py"), run_name="__main__")
+"""
+
+
+def serve(target, drafter, log, *, folder=SPACE, python=sys.executable, words=("app.py",)):
     """Start the page as its README says; returns process and address once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -287,7 +296,7 @@ def serve(target, drafter, log, *, folder=SPACE, python=sys.executable):
         environment.pop("PYTHONPATH", None)
     environment |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_SERVER_NAME": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with log.open("w") as output:
-        process = subprocess.Popen([python, "app.py"], cwd=folder, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen([python, *words], cwd=folder, env=environment, stdout=output, stderr=output)
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + 120
     while True:
         try:
@@ -306,7 +315,7 @@ def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("space")
     write_target(folder / "target")
     make_drafter().save_pretrained(folder / "tiny-drafter")
-    process, url = serve(folder / "target", folder / "tiny-drafter", folder / "log")
+    process, url = serve(folder / "target", folder / "tiny-drafter", folder / "log", words=("-c", IN_FP32))
     yield url
     process.terminate()
     process.wait()
