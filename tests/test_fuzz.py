@@ -3,6 +3,9 @@ import pytest
 from tests import fuzz
 from tests.fakes import make_drafter, make_target, plain
 
+# The fuzz asks for impossible lengths, too, as users do; Transformers warns, with a drafter and without.
+pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+
 
 def test_two_seconds_of_fuzz_find_no_difference():
     said = []
@@ -13,9 +16,10 @@ def test_two_seconds_of_fuzz_find_no_difference():
     assert agreed > 0
 
 
+# 1000012: a warning about lengths, which only a fast machine reached in two seconds.
 # 20032: a stop string inside a block, with a window: the cache keeps a row too many and refuses the next turn.
 # 92, 550: a static cache, where targets with kinds of layers get a mask for each: the memory read the wrong one.
-@pytest.mark.parametrize("seed", [20032, 92, 550])
+@pytest.mark.parametrize("seed", [1000012, 20032, 92, 550])
 def test_seeds_that_once_differed_agree(seed):
     _, _, problem = fuzz.judge(seed)
 
