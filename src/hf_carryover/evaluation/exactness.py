@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_carryover.evaluation.runs import System, generate
 
-# A near-tie in a 16-bit type: so many steps of the type, at the size of the largest logit of either sign. The hidden
-# state is rounded, too, which moves a small logit by as much as a large one.
+# A near-tie in a 16-bit type: so many steps of the type, at the size of the logit.
 NEAR_TIE_STEPS = 4
 
 
@@ -47,7 +46,7 @@ def find_difference(
         logits = target(input_ids=text).logits[0, -1].float()  # [V]
     gap = (logits.max() - logits[[new[position] for new in (plain_ids, ids) if position < len(new)]].min()).item()
     if torch.finfo(target.dtype).bits == 16:
-        step = torch.finfo(target.dtype).eps / 2 * logits.abs().max().item()  # bf16: 2^-8 of the logit
+        step = torch.finfo(target.dtype).eps / 2 * logits.max().abs().item()  # bf16: 2^-8 of the logit
         # A text that stops too early has no token here: no rounding explains that.
         explained = position < len(both) and gap <= NEAR_TIE_STEPS * step
     else:
