@@ -80,6 +80,21 @@ def test_in_bf16_a_difference_is_explained_by_a_gap_of_at_most_four_steps(gap, e
     assert (found.position, found.gap, found.explained) == (2, gap, explained)
 
 
+@pytest.mark.parametrize(("moved", "explained"), [(2.0, True), (1.0, False)])
+def test_in_bf16_a_larger_gap_is_explained_if_rounding_is_seen_to_move_as_much(moved, explained):
+    target = with_top_two_apart(1.5 + moved)
+
+    def rounds_otherwise(module, args, output):
+        if output.logits.shape[1] > 1:  # as a product of several rows rounds differently from that of one
+            output.logits[..., 6] += moved
+
+    target.register_forward_hook(rounds_otherwise)
+
+    found = difference(target, [5, 5, 6] + [5] * 9)
+
+    assert (found.position, found.gap, found.explained) == (2, 1.5, explained)
+
+
 def test_in_bf16_a_token_that_is_not_among_the_top_two_is_a_failure():
     found = difference(with_top_two_apart(0.25), [5, 5, 7] + [5] * 9)
 

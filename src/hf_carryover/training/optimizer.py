@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_carryover.targets import default_dtype
+
 # Coefficients of the quintic iteration in Keller Jordan's Muon (kellerjordan.github.io/posts/muon).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -46,14 +48,15 @@ class Muon(torch.optim.AdamW):
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
     """Newton-Schulz iteration: a matrix ``[n, m]`` with its singular values moved to about 1.
 
-    The iteration runs on the smaller Gram matrix alone: with ``G = X X'``, every polynomial in G commutes, so five
-    products of the long side become two. fp32, or bf16 on a GPU, as in the original.
+    bf16, as in the original, where the hardware multiplies in it, else fp32. There a long matrix's iteration runs on
+    its Gram matrix alone: every polynomial in ``G = X X'`` commutes, so five products of the long side become two. In
+    bf16 that would not converge: the Gram matrix has the squares of the singular values, and small ones are lost.
     """
-    dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
+    dtype = default_dtype(matrix.device)
     x = matrix.to(dtype) / matrix.norm().clamp(min=1e-7).to(dtype)
     x = x.T if x.shape[0] > x.shape[1] else x  # [n, m], n <= m
     a, b, c = QUINTIC
-    if x.shape[1] < 2 * x.shape[0]:
+    if x.shape[1] < 2 * x.shape[0] or dtype == torch.bfloat16:
         for _ in range(steps):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
