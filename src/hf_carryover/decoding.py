@@ -30,8 +30,7 @@ MARK = "carryover_original"
 # Of calls that draft, by the target's cache: the last pass, the target's arguments after it, and the drafts accepted.
 LAST_PASSES: dict[Cache, tuple[Any, Any, int]] = {}
 STATEFUL_PROCESSORS = {Guidance: "guidance_scale", SynthID: "a SynthID watermark"}  # they count their calls
-# Prompt tokens and rounds of a call that measures how long rounds take.
-MEASURED_PROMPT, MEASURED_ROUNDS = 16, 8
+MEASURED_PROMPT = 16  # tokens, in a call that measures how long rounds take
 
 
 def install() -> None:
@@ -115,12 +114,12 @@ def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[.
     if not kwargs["generation_config"].do_sample and target.dtype in (torch.float32, torch.float64):
         return measured_times(target, drafter)
 
-    def measure() -> RoundSeconds:
-        ids, times = torch.zeros(1, MEASURED_PROMPT, dtype=torch.long, device=target.device), RoundSeconds()
-        most = MEASURED_PROMPT + (MEASURED_ROUNDS + 3) * (drafter.config.num_drafts + 1)
+    def measure(rounds: int) -> RoundSeconds:
+        times, ids = RoundSeconds(needed=rounds // 3), torch.zeros(1, MEASURED_PROMPT, device=target.device).long()
+        most = MEASURED_PROMPT + (rounds + 3) * (drafter.config.num_drafts + 1)
         both: Any = {"generation_config": GenerationConfig(max_length=most), "logits_processor": LogitsProcessorList()}
         generator = CarryoverCandidateGenerator(drafter, target, times=times, **both)
-        enough = [lambda *_, **__: torch.full((1,), times.num_rounds >= MEASURED_ROUNDS, device=ids.device)]
+        enough = [lambda *_, **__: torch.full((1,), times.num_rounds >= rounds, device=ids.device)]
         both |= {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(most), *enough])}
         both |= {"assistant_model": generator, "cache": DynamicCache(config=target.config)}
         decode(target, ids, attention_mask=ids + 1, use_cache=True, **both)

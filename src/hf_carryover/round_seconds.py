@@ -20,16 +20,17 @@ from torch import nn
 # Measurements of a length that are looked at, those it takes before it is trusted, and the rounds for which one is
 # believed: a plain round's for fewer, since all choices are compared with it and machines are now faster, now slower.
 KEPT, NEEDED, FRESH, FRESH_PLAIN = 9, 2, 512, 64
+MEASURED_ROUNDS = 21  # of three lengths, in turn: what is frozen cannot be mended by later rounds
 
 
 class RoundSeconds:
     """Seconds of whole rounds by drafts handed over; with those ``given``, nothing is learned."""
 
-    def __init__(self, given: Mapping[Any, float] | None = None) -> None:
-        self.is_frozen, self.num_rounds = given is not None, 0
+    def __init__(self, given: Mapping[Any, float] | None = None, *, needed: int = NEEDED) -> None:
+        self.is_frozen, self.num_rounds, self.needed = given is not None, 0, needed
         self.found: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=KEPT))
         for length, seconds in (given or {}).items():
-            self.found[int(length)].extend([(0, seconds)] * NEEDED)
+            self.found[int(length)].extend([(0, seconds)] * needed)
 
     def record(self, num_drafts: int, seconds: float) -> None:
         """One round."""
@@ -41,7 +42,7 @@ class RoundSeconds:
         """Low medians of the lengths that were measured often enough, and lately; shortest first."""
         oldest = {length: self.num_rounds - (FRESH if length else FRESH_PLAIN) for length in sorted([*self.found])}
         recent = {n: [seconds for at, seconds in [*self.found[n]] if at > oldest[n]] for n in oldest}
-        return {length: median_low(seconds) for length, seconds in recent.items() if len(seconds) >= NEEDED}
+        return {length: median_low(seconds) for length, seconds in recent.items() if len(seconds) >= self.needed}
 
 
 def curve(known: Mapping[int, float], longest: int) -> list[float]:
@@ -69,7 +70,7 @@ def _place(model: Any) -> str:
     return f" {platform.node()} {model.device} {model.dtype} {torch.get_num_threads()}"
 
 
-def frozen_times(target: Any, drafter: Any, measure: Callable[[], RoundSeconds]) -> RoundSeconds:
+def frozen_times(target: Any, drafter: Any, measure: Callable[[int], RoundSeconds]) -> RoundSeconds:
     """Those measured once on this machine: in the cache folder, or in this process where it cannot be written."""
     facts = [model.config.to_json_string() + _place(model) for model in (target, drafter)]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
@@ -79,8 +80,8 @@ def frozen_times(target: Any, drafter: Any, measure: Callable[[], RoundSeconds])
         if name not in by_place and path.exists():
             by_place[name] = RoundSeconds(json.loads(path.read_text()))
         elif name not in by_place:
-            measure()  # what only a first call costs is no measure
-            by_place[name] = RoundSeconds(known := measure().known())
+            measure(3)  # what only a first call costs is no measure
+            by_place[name] = RoundSeconds(known := measure(MEASURED_ROUNDS).known())
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_name(f"{uuid4().hex}.unfinished")
