@@ -73,6 +73,16 @@ def test_acceptance_is_learnt_by_position_and_only_where_a_draft_was_judged():
     assert third == 0.5
 
 
+def test_bad_luck_at_the_start_does_not_stop_a_drafter_that_was_measured_to_pay():
+    measured = [0.33, 0.40, 0.38, 0.37]  # 1.53 tokens a round, at 1.3 times a plain round's seconds
+    choice = DraftLength(4, Acceptance(measured), RoundSeconds({0: 1.0, 1: 1.25, 4: 1.3}))
+
+    lengths = run(choice, accepted=0, seconds=[1.0] * 5, rounds=40)
+
+    assert 0 not in lengths[:6]  # one time in eleven such a drafter begins like this
+    assert lengths[30:] == [0] * 10
+
+
 def test_acceptance_follows_a_text_that_changes():
     acceptance = Acceptance([0.5])
     for _ in range(200):
