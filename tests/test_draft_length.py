@@ -138,7 +138,7 @@ def test_a_machine_that_gets_faster_does_not_make_drafting_look_good():
     # While one draft paid, the machine was half as fast: plain rounds of then must not stand beside drafts of now.
     slow, fast = [2.0, 2.6, 3.0, 3.5, 4.0], [1.0, 1.6, 1.9, 2.0, 2.1]
     choice = DraftLength(4, Acceptance([0.5] * 4), RoundSeconds())
-    lengths = run(choice, accepted=1, seconds=slow, rounds=30)
+    lengths = run(choice, accepted=1, seconds=slow, rounds=50)
     assert lengths[-20:].count(1) == 20
 
     lengths = [length for _ in range(100) for length in run_of_chance(choice, fast)]

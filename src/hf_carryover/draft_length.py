@@ -9,8 +9,7 @@ from typing import Any
 from .round_seconds import RoundSeconds, curve
 
 AUTO = "auto"
-# Rounds that the guess before any acceptance is worth (few would make some bad luck at the start look like a drafter
-# that does not pay), and what a round weighs less when the next one comes.
+# Rounds that the first guess is worth (few: early bad luck would end drafting), and a round's weight one round on.
 PRIOR_ROUNDS, DECAY = 16.0, 0.97
 # Plain rounds before drafting, which first has to read them, is tried again; doubled after a try that does not pay.
 FIRST_WAIT, LONGEST_WAIT = 64, 256
