@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ class Difference:
         position: Index of the first new token that differs, or that one of the texts lacks.
         gap: The target's largest logit there minus the smaller one of the two tokens: its top-2 gap, if these are its
             top two.
-        explained: Whether rounding explains it: in 16 bit, the gap is at most four steps, or at most what rounding
-            was seen to move in this text (`rounding_of`); else, float64 agrees.
+        explained: Whether rounding explains it: float64 agrees; in 16 bit, the gap is at most four steps, or at most
+            what rounding was seen to move in this text (`rounding_of`), and then float64 must agree, too.
     """
 
     system: str
@@ -50,7 +51,8 @@ def find_difference(
         step = torch.finfo(target.dtype).eps / 2 * logits.max().abs().item()  # bf16: 2^-8 of the logit
         # A text that stops too early has no token here: no rounding explains that.
         explained = position < len(both) and (
-            gap <= NEAR_TIE_STEPS * step or gap <= rounding_of(target, prompt, **decoding)
+            gap <= NEAR_TIE_STEPS * step
+            or (gap <= rounding_of(target, prompt, **decoding) and _float64_agrees(system, target, prompt, **decoding))
         )
     else:
         explained = _float64_agrees(system, target, prompt, **decoding)
@@ -82,13 +84,18 @@ def _float64_agrees(system: System, target: PreTrainedModel, prompt: Tensor, **d
 
 @contextmanager
 def in_float64(model: PreTrainedModel | None) -> Iterator[None]:
-    """Compute in float64 for a while; a model in fp32 comes back bit by bit, also after an error."""
+    """Compute in float64 for a while; a model comes back bit by bit, in its own types, also after an error."""
     if model is None or model.dtype == torch.float64:
         yield
         return
-    before = model.dtype
+    before = {name: tensor.dtype for name, tensor in _tensors(model)}  # a model in 16 bit has buffers in fp32
     model.double()
     try:
         yield
     finally:
-        model.to(before)
+        for name, tensor in _tensors(model):
+            tensor.data = tensor.data.to(before[name])
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
