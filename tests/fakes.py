@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_carryover import CarryoverDrafterConfig, CarryoverDrafterModel
+from hf_carryover import CarryoverCache, CarryoverDrafterConfig, CarryoverDrafterModel
 
 DEFAULT_DRAFT_LENGTH = CarryoverDrafterModel.draft_length  # of users; tests hand over all drafts (conftest.py)
 VOCAB = 61
@@ -119,6 +119,12 @@ class ScriptedDrafter(CarryoverDrafterModel):
 def plain(target: PreTrainedModel, **inputs: Any) -> Any:
     """Plain generation with the defaults of the tests: greedy, 40 new tokens."""
     return target.generate(**({"do_sample": False, "max_new_tokens": 40} | inputs))
+
+
+def visible(cache: CarryoverCache, layer_idx: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values that a layer's block sees besides itself, ``[1, H, committed + carried, head_dim]`` each."""
+    layer, num_visible = cache.layers[layer_idx], cache.num_committed + cache.num_carried
+    return layer.keys[:, :, :num_visible], layer.values[:, :, :num_visible]
 
 
 def prompt(length: int = 7, *, seed: int = 0) -> Tensor:

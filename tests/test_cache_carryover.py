@@ -1,6 +1,7 @@
 import torch
 
 from hf_carryover import CarryoverCache
+from tests.fakes import visible
 
 
 def append(cache, *values):
@@ -21,7 +22,7 @@ def test_a_pass_sees_committed_carried_and_block_rows_in_this_order():
     seen = append(cache, 2, 70, 71, 92, 93)
 
     assert seen == [0, 1, 2, 70, 71, 92, 93]
-    assert cache.visible(1)[0].flatten().tolist() == [0, 1, 2, 70, 71]
+    assert visible(cache, 1)[0].flatten().tolist() == [0, 1, 2, 70, 71]
 
 
 def test_rows_carried_in_one_round_are_gone_in_the_next():
@@ -35,7 +36,7 @@ def test_rows_carried_in_one_round_are_gone_in_the_next():
 
     assert seen == [0, 1, 91]
     assert (cache.num_committed, cache.num_carried) == (2, 0)
-    assert cache.visible()[0].flatten().tolist() == [0, 1]
+    assert visible(cache)[0].flatten().tolist() == [0, 1]
 
 
 def test_memory_follows_the_text_not_the_rounds():
@@ -46,4 +47,4 @@ def test_memory_follows_the_text_not_the_rounds():
         append(cache, *range(13))
 
     assert cache.layers[0].keys.shape[2] == 50 + 4 + 8
-    assert cache.visible()[0].shape[2] == 50 + 4
+    assert visible(cache)[0].shape[2] == 50 + 4

@@ -8,7 +8,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache, StoppingCrite
 
 from hf_carryover import CarryoverCache
 from hf_carryover.cache_carryover import MEMORIES
-from tests.fakes import KINDS, ScriptedDrafter, make_drafter, make_target, plain, prompt
+from tests.fakes import KINDS, ScriptedDrafter, make_drafter, make_target, plain, prompt, visible
 
 
 def turn(target, cache, text, **options):
@@ -40,7 +40,7 @@ def check(target, drafter, cache, text):
     kept = memory.num_committed
     assert bool(memory.layers) == (kept > 0)
     for i, layer in enumerate(memory.layers):
-        for ours, theirs in zip((layer.keys, layer.values), afresh.visible(i), strict=True):
+        for ours, theirs in zip((layer.keys, layer.values), visible(afresh, i), strict=True):
             torch.testing.assert_close(ours[:, :, :kept], theirs[:, :, :kept], rtol=1e-3, atol=1e-4)
     waiting = torch.cat([rows for rows, _ in memory.waiting], dim=1)
     torch.testing.assert_close(waiting, features[:, memory.num_committed :], rtol=1e-3, atol=1e-4)
@@ -124,17 +124,35 @@ def test_a_second_turn_accepts_as_much_as_a_call_with_the_whole_text():
 
 
 @torch.no_grad()
-def test_a_cache_that_was_cropped_takes_its_memory_along():
-    target, drafter, cache, text = make_target(), make_drafter(), DynamicCache(), prompt(9)
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("num_kept", [0, 5, 11])
+def test_a_cache_that_was_cropped_takes_its_memory_along(num_kept, is_static):
+    # A static cache answers with the tensor that it counts in: a memory that kept it would count along.
+    target, drafter, text = make_target(), make_drafter(), prompt(9)
+    cache = StaticCache(config=target.config, max_cache_len=80) if is_static else DynamicCache()
     answer = turn(target, cache, text, assistant_model=drafter, max_new_tokens=12)
 
-    cache.crop(-(cache.get_seq_length() - 11))
-    text = torch.cat([answer[:, :11], prompt(5, seed=3)], dim=1)
-    seen = cache.get_seq_length()
+    cache.crop(-(int(cache.get_seq_length()) - num_kept))
+    text = torch.cat([answer[:, :num_kept], prompt(5, seed=3)], dim=1)
+    seen = int(cache.get_seq_length())
     second = turn(target, cache, text, assistant_model=drafter)
 
     assert torch.equal(whole(text, cache, second, seen), plain(target, input_ids=text))
     check(target, drafter, cache, whole(text, cache, second, seen))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [4, 9, 30], ids=["shorter", "as-long", "longer"])
+def test_a_static_cache_that_was_reset_starts_a_new_text(length):
+    target, drafter, text = make_target(), make_drafter(), prompt(length, seed=3)
+    cache = StaticCache(config=target.config, max_cache_len=80)
+    turn(target, cache, prompt(9), assistant_model=drafter, max_new_tokens=12)
+
+    cache.reset()
+    answer = turn(target, cache, text, assistant_model=drafter)
+
+    assert torch.equal(answer, plain(target, input_ids=text))
+    check(target, drafter, cache, answer)
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_carryover import CarryoverDrafterModel, decoding, install, uninstall
+from hf_carryover.cache_carryover import MEMORIES
 from hf_carryover.decoding import MARK, PRIVATE_NAMES
 from hf_carryover.modeling_carryover import CORE_FILES
 from tests.fakes import (
@@ -580,6 +581,39 @@ def test_other_generation_behaves_as_if_we_were_not_installed(way):
     torch.testing.assert_close(results[0].scores, results[1].scores, rtol=0, atol=0)
 
 
+UPDATES = {
+    "by-place": lambda ask, self, outputs, kwargs, num_new: ask(self, outputs, kwargs, False, num_new),
+    "by-name": lambda ask, self, outputs, kwargs, num_new: ask(
+        self, outputs=outputs, model_kwargs=kwargs, is_encoder_decoder=False, num_new_tokens=num_new
+    ),
+    "not-the-librarys": lambda ask, *call: UPDATES["by-place"](vars(ask)[MARK], *call),
+}
+
+
+@pytest.mark.parametrize("way", UPDATES)
+def test_targets_may_update_their_arguments_as_they_like(way, monkeypatch):
+    """PaliGemma hands them on by place, Mllama by name; remote code may do without the library's method."""
+    target, drafter, cache, ids = make_target(), make_drafter(), DynamicCache(), prompt()
+    ask = vars(GenerationMixin)["_update_model_kwargs_for_generation"]
+
+    def update(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
+        return UPDATES[way](ask, self, outputs, model_kwargs, num_new_tokens)
+
+    monkeypatch.setattr(type(target), "_update_model_kwargs_for_generation", update, raising=False)
+
+    text = plain(target, input_ids=ids, assistant_model=drafter, attention_mask=torch.ones_like(ids), cache=cache)
+
+    assert torch.equal(text, plain(target, input_ids=ids))
+    assert (cache in MEMORIES) == (way != "not-the-librarys")
+
+
+def test_ids_that_are_not_where_the_target_is_are_refused():
+    options = {"generation_config": GenerationConfig(max_length=20), "stopping_criteria": [], "logits_processor": []}
+
+    with pytest.raises(ValueError, match="expects ids on the target's device, cuda:0, got cpu; call"):
+        decoding.check_inputs(prompt(), torch.device("cuda:0"), options)
+
+
 @pytest.mark.parametrize("way", [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}])
 def test_our_drafter_under_another_chosen_way_is_not_touched(way):
     """These ignore the assistant; so must we."""
@@ -825,11 +859,18 @@ def test_a_prompt_without_any_text_row_is_drafted_for():
     assert max(r.num_carried for r in drafter.last_stats.rounds) > 0
 
 
-def test_wrapped_methods_keep_the_names_of_their_parameters():
-    for name in PRIVATE_NAMES[:1]:
-        original, wrapper = vars(vars(GenerationMixin)[name])[MARK], vars(GenerationMixin)[name]
-        inner = inspect.signature(wrapper, follow_wrapped=False)
-        assert list(inner.parameters) == list(inspect.signature(original).parameters)
+def test_wrapped_methods_take_their_parameters_by_name(monkeypatch):
+    """`generate` reads the names, and targets' own methods call the library's by them."""
+    for name in PRIVATE_NAMES:
+        wrapper = vars(GenerationMixin)[name]
+        assert inspect.signature(wrapper) == inspect.signature(vars(wrapper)[MARK])
+    target = make_target()
+    monkeypatch.setattr(target, "_supported_generation_modes", ["none"], raising=False)
+
+    with pytest.raises(ValueError, match=r"only supports \['none'\], but got generation mode 'some'"):
+        target._validate_generation_mode(
+            generation_mode="some", generation_config=GenerationConfig(), generation_mode_kwargs={}
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -13,7 +13,7 @@ from hf_carryover import CarryoverCandidateGenerator, CarryoverDrafterModel
 from hf_carryover.cache_carryover import MEMORIES
 from hf_carryover.decoding import MEASURED_PROMPT
 from hf_carryover.draft_length import FIRST_WAIT, Acceptance, DraftLength, best_draft_length
-from hf_carryover.round_seconds import MEASURED_ROUNDS, RoundSeconds, curve
+from hf_carryover.round_seconds import MEASURED_ROUNDS, TIMES, RoundSeconds, curve, frozen_times
 from tests.enumeration import Tree, distance, law_of_target
 from tests.fakes import DEFAULT_DRAFT_LENGTH, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
@@ -199,6 +199,17 @@ def test_a_confidence_head_moves_the_estimates_of_a_round(words, handed_over):
     assert choice.goes_on(words[1]) == (handed_over == 2)
 
 
+def test_a_confidence_heads_word_on_a_draft_that_was_not_handed_over_is_not_learned():
+    choice = DraftLength(2, Acceptance([0.5, 0.5]), RoundSeconds({0: 1.0, 1: 1.4, 2: 1.6}), has_judge=True)
+    choice.choose(99)
+    assert choice.goes_on(0.9)
+    assert not choice.goes_on(0.01)
+
+    choice.learn(1, 1, None)
+
+    assert choice.usual.keys() == {0}
+
+
 def test_a_confidence_head_that_sees_which_drafts_are_right_gets_only_those_handed_over():
     # Half of the first drafts are right, and after a right one half of the second. The head says 0.9 or 0.1, which is
     # not calibrated; what is usual is learned where drafts were judged, which are those that it liked.
@@ -337,6 +348,73 @@ def test_sampling_measures_once_and_then_repeats_itself(pair, tmp_path):
     assert {"0", "2", "4"} <= json.loads(file.read_text()).keys()
     assert texts[0] == texts[1] != texts[2]
     assert lengths[0] == lengths[1]
+
+
+@pytest.mark.parametrize("content", ["", '{"0": 1.0, "2"', "{}", "[1]", '{"0": 1.0}', '{"0": 1.0, "4": "?"}'])
+def test_times_that_were_kept_and_are_damaged_are_measured_again(pair, tmp_path, content):
+    drafter = make_drafter()
+    drafter.draft_length = "auto"
+    plain(pair[0], input_ids=prompt(), assistant_model=drafter, do_sample=True)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(content)
+    TIMES.clear()  # as in a new process
+
+    plain(pair[0], input_ids=prompt(), assistant_model=drafter, do_sample=True)
+
+    assert {"0", "2", "4"} <= json.loads(file.read_text()).keys()
+
+
+def test_two_processes_that_measure_at_once_go_by_the_same_times(pair, tmp_path):
+    target, drafter = pair[0], make_drafter()
+    frozen_times(target, drafter, lambda _: RoundSeconds({0: 1.0, 4: 2.0}))
+    (file,) = tmp_path.rglob("*.json")
+    file.unlink()
+    TIMES.clear()
+
+    def slower(_):
+        file.write_text('{"0": 1.0, "4": 3.0}')  # the other process
+        return RoundSeconds({0: 1.0, 4: 2.0})
+
+    assert frozen_times(target, drafter, slower).known() == {0: 1.0, 4: 3.0}
+    assert json.loads(file.read_text()) == {"0": 1.0, "4": 3.0}
+
+
+@pytest.mark.parametrize("way", ["tf32", "autocast"])
+def test_greedy_text_goes_by_no_clock_where_fp32_is_not_computed_in_fp32(pair, tmp_path, way):
+    drafter = make_drafter()
+    drafter.draft_length = "auto"
+    torch.set_float32_matmul_precision("high" if way == "tf32" else "highest")
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            plain(pair[0], input_ids=prompt(), assistant_model=drafter)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_times_are_kept_for_each_way_to_compute(pair, tmp_path, monkeypatch):
+    drafter = make_drafter()
+    drafter.draft_length = "auto"
+    for way in (None, "AVX2"):
+        if way is not None:
+            monkeypatch.setenv("MKL_CBWR", way)
+        plain(pair[0], input_ids=prompt(), assistant_model=drafter, do_sample=True)
+    drafter.set_attn_implementation("eager")
+    plain(pair[0], input_ids=prompt(), assistant_model=drafter, do_sample=True)
+
+    assert len(list(tmp_path.rglob("*.json"))) == 3
+
+
+def test_plain_rounds_hold_no_text(pair):
+    drafter = pair[1]([0])
+    drafter.timings = {0: 1.0, 4: 9.0}
+
+    plain(pair[0], input_ids=prompt(), assistant_model=drafter, max_new_tokens=40)
+
+    undrafted = [r.drafts for r in drafter.last_stats.rounds if not len(r.drafts)]
+    assert len(undrafted) > 30
+    assert {drafts.untyped_storage().nbytes() for drafts in undrafted} == {0}
 
 
 def test_without_a_cache_folder_a_process_measures_once(pair, tmp_path, monkeypatch):

@@ -6,7 +6,17 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 
 from hf_carryover import CarryoverCache, CarryoverCandidateGenerator
 from tests.enumeration import Tree, distance, law_of_target
-from tests.fakes import KINDS, VOCAB, ScriptedDrafter, letters_tokenizer, make_drafter, make_target, plain, prompt
+from tests.fakes import (
+    KINDS,
+    VOCAB,
+    ScriptedDrafter,
+    letters_tokenizer,
+    make_drafter,
+    make_target,
+    plain,
+    prompt,
+    visible,
+)
 
 
 class Spy:
@@ -54,7 +64,7 @@ def test_memory_equals_memory_rebuilt_from_committed_text(kind, carry, monkeypat
         super(ScriptedDrafter, drafter).forward(block, features, positions, cache=afresh)
         assert generator.cache.num_committed == input_ids.shape[1] - 1
         for layer in range(2):
-            for ours, theirs in zip(generator.cache.visible(layer), afresh.visible(layer), strict=True):
+            for ours, theirs in zip(visible(generator.cache, layer), visible(afresh, layer), strict=True):
                 torch.testing.assert_close(ours[:, :, : generator.cache.num_committed], theirs, rtol=1e-4, atol=1e-5)
         num_checked.append(1)
 

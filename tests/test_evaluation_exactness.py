@@ -122,6 +122,21 @@ def test_in_bf16_a_text_that_stops_too_early_is_a_failure():
     assert (found.position, found.explained) == (11, False)
 
 
+def test_what_float64_has_no_memory_for_is_not_explained_and_does_not_end_the_evaluation(monkeypatch):
+    target = make_target()
+    ids = new_ids(target)
+    ids[4] = ranked(target, 4)[0][1]
+
+    def half_way():
+        target.lm_head.weight.data = target.lm_head.weight.data.double()
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(target, "double", half_way)
+
+    assert not difference(target, ids).explained
+    assert {parameter.dtype for parameter in target.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_comes_back_from_float64_bit_by_bit_also_after_an_error(dtype):
     target = make_target()

@@ -56,11 +56,6 @@ class CarryoverCache(DynamicCache):
         """The ``num_rows`` rows that arrive after the committed ones live until the next `commit`."""
         self.num_carried = num_rows
 
-    def visible(self, layer_idx: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values that a layer's block sees besides itself, ``[1, H, committed + carried, head_dim]`` each."""
-        layer, num_visible = self.layers[layer_idx], self.num_committed + self.num_carried
-        return layer.keys[:, :, :num_visible], layer.values[:, :, :num_visible]
-
 
 # Kept for the next turn of a chat, beside the target's cache: a memory goes when that cache or its drafter goes.
 MEMORIES: WeakKeyDictionary[Cache, WeakKeyDictionary[nn.Module, CarryoverCache]] = WeakKeyDictionary()
@@ -69,5 +64,5 @@ MEMORIES: WeakKeyDictionary[Cache, WeakKeyDictionary[nn.Module, CarryoverCache]]
 def recall(cache: Cache, drafter: nn.Module) -> CarryoverCache:
     """A drafter's memory of a target's cache, new for a new one; taken out until its call has ended well."""
     memory: CarryoverCache = MEMORIES.get(cache, WeakKeyDictionary()).pop(drafter, CarryoverCache())
-    memory.truncate(cache.get_seq_length())
+    memory.truncate(int(cache.get_seq_length()))  # a static cache answers with the counter that it goes on writing to
     return memory

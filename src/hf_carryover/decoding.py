@@ -27,7 +27,7 @@ PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candid
                  "_update_model_kwargs_for_generation")  # fmt: skip
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
 MARK = "carryover_original"
-# Of calls that draft, by the target's cache: the last pass, the target's arguments after it, and the drafts accepted.
+# Of calls that draft, by the target's cache: the last pass (`_update` alone sees it), arguments after it, drafts kept.
 LAST_PASSES: dict[Cache, tuple[Any, Any, int]] = {}
 STATEFUL_PROCESSORS = {Guidance: "guidance_scale", SynthID: "a SynthID watermark"}  # they count their calls
 MEASURED_PROMPT = 16  # tokens, in a call that measures how long rounds take
@@ -35,13 +35,19 @@ MEASURED_PROMPT = 16  # tokens, in a call that measures how long rounds take
 
 def install() -> None:
     """Teach ``generate`` to accept our drafters. Idempotent; every call without one passes through untouched."""
-    wrappers = _wrap_validation, _wrap_decoding, _wrap_generator, _wrap_update
-    for name, wrap in zip(PRIVATE_NAMES, wrappers, strict=True):
+    for name, answer in zip(PRIVATE_NAMES, (_validate, _decode, _get_generator, _update), strict=True):
         original = vars(GenerationMixin)[name]
         if MARK not in vars(original):
-            wrapper = wraps(original)(wrap(original))
-            vars(wrapper)[MARK] = original
-            setattr(GenerationMixin, name, wrapper)
+            setattr(GenerationMixin, name, _wrap(original, answer))
+
+
+def _wrap(original: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    @wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return answer(original, *args, **kwargs)
+
+    vars(wrapper)[MARK] = original
+    return wrapper
 
 
 def uninstall() -> None:
@@ -58,60 +64,56 @@ def is_ours(assistant: Any, config: GenerationConfig) -> bool:
     return bool(is_model and assistant.config.model_type == CarryoverDrafterConfig.model_type)
 
 
-def _wrap_validation(original: Callable[..., None]) -> Callable[..., None]:
-    def validate(self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> None:
-        drafter = generation_mode_kwargs.get("assistant_model")
-        if is_ours(drafter, generation_config):
-            check_pair(self, drafter)
-            check_options(generation_mode, generation_config)
-        original(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    return validate
+def _validate(base: Any, self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: Any) -> None:
+    drafter = generation_mode_kwargs.get("assistant_model")
+    if is_ours(drafter, generation_config):
+        check_pair(self, drafter)
+        check_options(generation_mode, generation_config)
+    base(self, generation_mode, generation_config, generation_mode_kwargs)
 
 
-def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
-    def decode(self: PreTrainedModel, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        drafter: Any = kwargs.get("assistant_model")
-        config = kwargs.get("generation_config")
-        if config is None or not is_ours(drafter, config):
-            return original(self, input_ids, *args, **kwargs)
-        streamer = kwargs.pop("streamer", None)
-        try:
-            check_inputs(input_ids, kwargs)
-            passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
-            cache = kwargs["cache"]
-            passed_on |= {"memory": recall(cache, drafter), "times": _times(self, drafter, kwargs, original)}
-            generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
-            by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
-            gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
-            # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
-            kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
-            LAST_PASSES[cache] = (None, None, 0)
-            output = original(self, input_ids, **kwargs)
+def _decode(base: Callable[..., Any], self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    drafter: Any = kwargs.get("assistant_model")
+    config = kwargs.get("generation_config")
+    if config is None or not is_ours(drafter, config):
+        return base(self, input_ids, *args, **kwargs)
+    streamer = kwargs.pop("streamer", None)
+    try:
+        check_inputs(input_ids, self.device, kwargs)
+        passed_on: Any = {name: kwargs[name] for name in ("generation_config", "logits_processor")}
+        cache = kwargs["cache"]
+        passed_on |= {"memory": recall(cache, drafter), "times": _times(self, drafter, kwargs, base)}
+        generator = CarryoverCandidateGenerator(drafter, self, **passed_on)
+        by_loop = all(is_cut_by_loop(criterion, config) for criterion in kwargs["stopping_criteria"])
+        gate = TokenGate(kwargs["stopping_criteria"], streamer, generator, input_ids.shape[1], by_loop)
+        # `_get_candidate_generator` hands the generator back to the library's loop; the gate streams and stops.
+        kwargs |= {"assistant_model": generator, "stopping_criteria": StoppingCriteriaList([gate])}
+        LAST_PASSES[cache] = (None, None, 0)
+        output = base(self, input_ids, **kwargs)
+        if LAST_PASSES[cache][0] is not None:  # a target's own update may never ask the library's
             generator.keep_last(*LAST_PASSES[cache], gate.surplus)
             MEMORIES.setdefault(cache, WeakKeyDictionary())[drafter] = generator.cache
-            return gate.trim(output, cache)
-        except ValueError as error:
-            lossy = "cache that can be cropped" in str(error)  # the library's own sentence
-            _refuse("leave assistant_model out", (lossy, "a cache that can be cropped", kwargs.get("cache")))
-            raise
-        finally:
-            LAST_PASSES.pop(kwargs.get("cache"), None)
-            if streamer is not None:
-                streamer.end()
-
-    return decode
+        return gate.trim(output, cache)
+    except ValueError as error:
+        lossy = "cache that can be cropped" in str(error)  # the library's own sentence
+        _refuse("leave assistant_model out", (lossy, "a cache that can be cropped", kwargs.get("cache")))
+        raise
+    finally:
+        LAST_PASSES.pop(kwargs.get("cache"), None)
+        if streamer is not None:
+            streamer.end()
 
 
 def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[..., Any]) -> RoundSeconds | None:
-    """Seconds of rounds for automatic lengths: given, learned, or frozen lest clocks move draws or bf16's rounding."""
+    """Seconds of rounds for automatic lengths: given, learned, or frozen lest clocks move draws or coarse rounding."""
     if drafter.draft_length != AUTO:
         return None
     if drafter.timings is not None:
         return RoundSeconds(drafter.timings)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # ranks that share a target must not go by clocks of their own: all drafts
-    if not kwargs["generation_config"].do_sample and target.dtype in (torch.float32, torch.float64):
+    is_whole = target.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
+    if is_whole and not (kwargs["generation_config"].do_sample or torch.is_autocast_enabled(target.device.type)):
         return measured_times(target, drafter)
 
     def measure(rounds: int) -> RoundSeconds:
@@ -133,23 +135,19 @@ def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[.
     return times
 
 
-def _wrap_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        assistant = kwargs.get("assistant_model")
-        return assistant if isinstance(assistant, CarryoverCandidateGenerator) else original(self, *args, **kwargs)
-
-    return get_generator
+def _get_generator(base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    assistant = kwargs.get("assistant_model")
+    return assistant if isinstance(assistant, CarryoverCandidateGenerator) else base(*args, **kwargs)
 
 
-def _wrap_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    # The loop calls this after every pass; nothing else is shown the last one.
-    def update(self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        updated = original(self, outputs, model_kwargs, *args, **kwargs)
-        if (cache := updated.get("cache")) in LAST_PASSES:
-            LAST_PASSES[cache] = outputs, updated, kwargs["num_new_tokens"] - 1
-        return updated
-
-    return update
+def _update(
+    base: Callable[..., Any], self: Any, outputs: Any, model_kwargs: dict[str, Any],
+    is_encoder_decoder: bool = False, num_new_tokens: int = 1,  # targets hand these on by place or by name
+) -> Any:  # fmt: skip
+    updated = base(self, outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
+    if (cache := updated.get("cache")) in LAST_PASSES:
+        LAST_PASSES[cache] = outputs, updated, num_new_tokens - 1
+    return updated
 
 
 def check_pair(target: PreTrainedModel, drafter: Any) -> None:
@@ -185,7 +183,7 @@ def check_options(mode: GenerationMode, config: GenerationConfig) -> None:
     )
 
 
-def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
+def check_inputs(input_ids: Tensor, device: torch.device, kwargs: dict[str, Any]) -> None:
     """Refuse a batch, and inputs that the library's loop would cut, process twice or never end with."""
     config, mask, positions = kwargs["generation_config"], kwargs.get("attention_mask"), kwargs.get("position_ids")
     past = 0 if kwargs.get("cache") is None else kwargs["cache"].get_seq_length()
@@ -196,6 +194,7 @@ def check_inputs(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
     _refuse(
         "call generate() so, or leave assistant_model out",
         (bool(stateful), "options that a draft can honour and undo", ", ".join(stateful)),
+        (input_ids.device != device, f"ids on the target's device, {device}", input_ids.device),
         (len(input_ids) != 1, "one prompt at a time (batch size 1)", len(input_ids)),
         (positions is not None and positions.dim() != 2, "one position a token", "several"),
         (longest > limit, f"no length criterion above max_length {limit}", longest),

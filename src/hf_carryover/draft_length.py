@@ -79,7 +79,7 @@ class DraftLength:
     def learn(self, num_drafts: int, num_accepted: int, seconds: float | None) -> None:
         """What the last round was; without ``seconds`` it took longer than others will, as a call's first one does."""
         estimate = self.acceptance.estimate()
-        for j, word in enumerate(self.words[: num_accepted + 1]):
+        for j, word in enumerate(self.words[: min(num_drafts, num_accepted + 1)]):
             self.usual[j] = DECAY * self.usual.get(j, estimate[j]) + (1 - DECAY) * word
         self.words = []
         self.acceptance.record(num_drafts, num_accepted)

@@ -71,7 +71,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         num_drafts = self._wanted(start, room=self.max_length - input_ids.shape[1] - 1)
         # 1. Gather what the target computed for the rows of its last pass.
         features, positions, num_rejected = self._gather(model_outputs, model_kwargs, n_last_matches)
-        record = Round(drafts=input_ids[0, :0], num_carried=0)
+        record = Round(drafts=input_ids.new_empty(0), num_carried=0)
         self.stats.rounds.append(record)
         # 2. Split at the first rejection.
         verdict = split_at_acceptance(features, num_rejected)

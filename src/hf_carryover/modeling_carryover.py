@@ -251,11 +251,7 @@ class CarryoverDrafterModel(PreTrainedModel):
         return rejected + self.carry_embedding
 
     def proposal_head(self, output_head: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The target's output head, over the draft vocabulary where there is one.
-
-        A plain linear head is cut once; any other (an adapter, quantised weights) runs whole and is read at those
-        tokens.
-        """
+        """The target's output head, cut to the draft vocabulary; an adapted or quantised one runs whole first."""
         if self.config.draft_vocab_size is None:
             return output_head
         if type(output_head) is not nn.Linear or output_head.weight.device.type == "meta":

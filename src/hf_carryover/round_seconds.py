@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from pathlib import Path
 from statistics import median_low
 from threading import Lock
 from typing import Any
-from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
@@ -67,7 +67,12 @@ def measured_times(target: Any, drafter: Any) -> RoundSeconds:
 
 
 def _place(model: Any) -> str:
-    return f" {platform.node()} {model.device} {model.dtype} {torch.get_num_threads()}"
+    kind = model.device.type
+    gpu = torch.cuda.get_device_name(model.device) if kind == "cuda" else None
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    where = f"{platform.node()} {model.device} {gpu} {torch.get_num_threads()} {os.environ.get('MKL_CBWR')}"
+    how = f"{model.dtype} {autocast} {torch.get_float32_matmul_precision()} {model.config._attn_implementation}"
+    return f"{where} {how} {torch.__version__}"
 
 
 def frozen_times(target: Any, drafter: Any, measure: Callable[[int], RoundSeconds]) -> RoundSeconds:
@@ -77,14 +82,19 @@ def frozen_times(target: Any, drafter: Any, measure: Callable[[int], RoundSecond
     path = Path(constants.HF_ASSETS_CACHE) / "hf_carryover" / "timings" / f"{name}.json"
     by_place = TIMES.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
     with MEASURING:
-        if name not in by_place and path.exists():
-            by_place[name] = RoundSeconds(json.loads(path.read_text()))
-        elif name not in by_place:
+        times = by_place.get(name) or _kept(path, drafter)
+        if times is None:
             measure(3)  # what only a first call costs is no measure
-            by_place[name] = RoundSeconds(known := measure(MEASURED_ROUNDS).known())
+            known = measure(MEASURED_ROUNDS).known()
+            times = _kept(path, drafter) or RoundSeconds(known)  # another process may have been faster
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_name(f"{uuid4().hex}.unfinished")
-                unfinished.write_text(json.dumps(known))
-                unfinished.replace(path)
-    return by_place[name]
+                path.write_text(json.dumps(times.known()))
+        return by_place.setdefault(name, times)
+
+
+def _kept(path: Path, drafter: Any) -> RoundSeconds | None:
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # none there, or damaged
+        times = RoundSeconds(json.loads(path.read_text()))
+        return times if curve(times.known(), drafter.config.num_drafts) else None
+    return None
