@@ -145,12 +145,39 @@ def test_a_process_that_goes_on_in_a_later_epoch_reads_that_epoch():
     assert {draw.number for batch in shard for draw in batch} == {6, 7}
 
 
+@pytest.mark.parametrize("size", [2, 4, 7])
+def test_what_fills_no_batch_is_another_text_in_each_epoch(size):
+    lengths, seen = [*range(10, 25)], set()
+    for epoch in range(40):
+        sampler = LikeLengths(lengths, batch_size=size, repeats=1, world=1, seed=0, epoch=lambda e=epoch: e)
+        drawn = [draw.example for batch in sampler for draw in batch]
+        assert len(set(drawn)) == len(drawn) == 15 // size * size
+        seen |= set(drawn)
+
+    assert seen == {*range(15)}  # the longest, too
+
+
+@pytest.mark.parametrize("num_texts", [7, 15])
+def test_processes_that_would_get_no_batch_each_are_refused(num_texts):
+    with pytest.raises(ValueError, match=f"at least 16 texts to train on, .* 2 processes, got {num_texts}; give more"):
+        LikeLengths([5] * num_texts, batch_size=8, repeats=2, world=2, seed=0, epoch=lambda: 0)
+
+
+@pytest.mark.parametrize("num_texts", [16, 17, 31, 40])
+def test_processes_get_as_many_batches_as_are_announced(num_texts):
+    sampler = LikeLengths([5] * num_texts, batch_size=8, repeats=2, world=2, seed=0, epoch=lambda: 0)
+    shards = [list(BatchSamplerShard(sampler, num_processes=2, process_index=rank)) for rank in range(2)]
+
+    assert [len(shard) for shard in shards] == [len(sampler) // 2] * 2
+    assert len(sampler) == num_texts // 16 * 4
+
+
 def test_fewer_texts_than_a_batch_still_make_one():
-    sampler = LikeLengths([5] * 3, batch_size=8, repeats=1, world=2, seed=0, epoch=lambda: 0)
+    sampler = LikeLengths([5] * 3, batch_size=8, repeats=1, world=1, seed=0, epoch=lambda: 0)
 
     batches = list(sampler)
 
-    assert len(batches) == 2
+    assert len(batches) == 1
     assert all(sorted(draw.example for draw in batch) == [0, 1, 2] for batch in batches)
     assert isinstance(batches[0][0], Draw)
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import shutil
 import signal
@@ -28,6 +29,7 @@ def folder(tmp_path_factory):
     (root / "one.jsonl").write_text(json.dumps(texts[0]) + "\n")
     (root / "others.jsonl").write_text("".join(json.dumps(row | {"answer_ids": [61, 4]}) + "\n" for row in texts))
     make_drafter().save_pretrained(root / "start")
+    make_drafter("markov-vanilla").save_pretrained(root / "markov")
     return root
 
 
@@ -102,6 +104,42 @@ def test_a_training_does_not_go_on_with_other_settings(words, told, folder, cut,
         train(folder, tmp_path / "out", *cut, *words)
 
 
+def test_a_training_does_not_go_on_with_other_texts_in_its_file(folder, cut, tmp_path):
+    shutil.copy(folder / "texts.jsonl", tmp_path / "texts.jsonl")
+    data = ["--data", tmp_path / "texts.jsonl"]
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "out", stopped)
+    record = json.loads((stopped / "training.json.unfinished").read_text())
+    record["recipe"]["data"] = str(tmp_path / "texts.jsonl")
+    (stopped / "training.json.unfinished").write_text(json.dumps(record))
+    with (tmp_path / "texts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt_ids": [1], "answer_ids": [2, 3, 4]}) + "\n")
+
+    with pytest.raises(ValueError, match=r"begun with, found data_sha256 .* choose another folder"):
+        train(folder, stopped, *cut, *data)
+
+    shutil.copy(folder / "texts.jsonl", tmp_path / "texts.jsonl")
+    train(folder, stopped, *cut, *data)
+    done = json.loads((stopped / "training.json").read_text())
+    assert done["data_sha256"] == hashlib.sha256((folder / "texts.jsonl").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_a_target_with_older_names_for_its_sizes_gets_a_drafter(kind, folder, tmp_path):
+    write_target(tmp_path / "target", kind)
+
+    train(folder, tmp_path / "out", "--target", tmp_path / "target", "--max_steps", 1)
+
+    assert CarryoverDrafterModel.from_pretrained(tmp_path / "out").config.num_target_layers == 4
+
+
+def test_texts_beyond_the_context_of_a_target_with_older_names_are_told(folder, tmp_path):
+    write_target(tmp_path / "target", "gpt2", n_positions=20, max_position_embeddings=20)
+
+    with pytest.raises(ValueError, match=r"Expected texts with answers of two tokens or more .*longer than 20 tokens"):
+        train(folder, tmp_path / "out", "--target", tmp_path / "target")
+
+
 @pytest.mark.parametrize("words", [[], ["--lora_rank", 2]], ids=["drafter", "adapter"])
 def test_a_training_that_ended_before_the_drafter_was_saved_makes_no_more_steps(words, folder, tmp_path):
     words = ["--drafter", folder / "start", "--stage", "carryover", "--save_steps", 2, *words]
@@ -151,6 +189,17 @@ def test_a_training_may_go_on_for_longer(folder, cut, tmp_path):
         (["--resume_from_checkpoint", "x"], "`resume_from_checkpoint` must be left out"),
         (["--num_train_epochs", "2"], "`num_train_epochs` needs `max_steps` -1, got 4"),
         (["--fp16", "true"], "`fp16` must be left out on a processor"),
+        (["--save_only_model", "true"], "`save_only_model` must be left out, got True: a training without its optim"),
+        (["--push_to_hub", "true"], "share the finished folder with `hf-carryover push`"),
+        (["--train_sampling_strategy", "group_by_length"], "texts of like length are drawn together"),
+        (["--dataloader_prefetch_factor", "2"], "`dataloader_prefetch_factor` must be left out, got 2"),
+        (
+            ["--drafter", "start", "--lora_rank", "2", "--stage", "carryover", "--weight_decay", "0.1"],
+            "`weight_decay` must be 0 with `lora_rank`",
+        ),
+        (["--drafter", "start", "--num_layers", "5"], r"Expected the layers of .*start \(2, reading \["),
+        (["--drafter", "start", "--num_target_layers", "1"], r"Expected the layers of .*start \(2, reading \["),
+        (["--drafter", "markov", "--markov_rank", "5"], "Expected settings that the weights of .*markov fit, got"),
     ],
 )
 def test_settings_that_would_do_nothing_or_harm_are_refused(words, told, folder, tmp_path):

@@ -1,6 +1,8 @@
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,17 +10,17 @@ from typer.testing import CliRunner
 
 from hf_carryover import cli
 from hf_carryover.targets import load_target
-from hf_carryover.training.data import read_examples
+from hf_carryover.training.data import read_examples, render
 from hf_carryover.training.datalog import DataArguments
 from hf_carryover.training.selfchat import (
     Answer,
-    ServerWriter,
     TargetWriter,
     loops,
     make_data,
     user_prefix,
     why_bad,
 )
+from hf_carryover.training.server import ServerWriter
 from tests.evaluation_fakes import make_tokenizer, write_prompts, write_target
 from tests.fakes import make_target
 
@@ -103,6 +105,81 @@ def test_a_prompt_seen_before_is_dropped_and_counted(tmp_path):
     assert counts == {"kept": 2, "prompt seen before or empty": 2}
 
 
+def test_prompts_that_differ_before_the_last_turn_are_not_the_same(tmp_path):
+    rows = [[{"role": "system", "content": kind}, {"role": "user", "content": "1 2"}] for kind in ("3", "4", "3")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+    counts = make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=Scripted().answer, prompts=tmp_path / "p.jsonl")
+
+    assert counts == {"kept": 2, "prompt seen before or empty": 1}
+
+
+@pytest.mark.parametrize("counts", [[4, 10], [1, 2, 7, 10], [10, 10]])
+def test_a_run_that_is_given_more_to_do_asks_every_prompt_once(tmp_path, counts):
+    prompts, writer = write_prompts(tmp_path / "p.jsonl", [f"{i} {i + 1}" for i in range(10)]), Scripted()
+    for count in counts:
+        kept = make_data(
+            make_tokenizer(), tmp_path / "a.jsonl", answer=writer.answer, prompts=prompts,
+            arguments=DataArguments(count=count, batch_size=3),
+        )  # fmt: skip
+        assert kept == {"kept": count}
+
+    assert writer.asked == [f"{i} {i + 1}" for i in range(10)]
+
+
+def test_a_prompt_whose_answer_was_dropped_is_not_asked_again_after_an_interruption(tmp_path):
+    class Short(Scripted):
+        def answer(self, ids, prompts, batch):
+            return [Answer([], finished=True) for _ in super().answer(ids, prompts, batch)]
+
+    prompts = write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4", "1 2", "5 6"])
+    settings = {"prompts": prompts, "arguments": DataArguments(batch_size=2)}
+    with pytest.raises(KeyboardInterrupt):
+        make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=Short(stop=1).answer, **settings)
+    again = Short()
+
+    counts = make_data(make_tokenizer(), tmp_path / "a.jsonl", answer=again.answer, **settings)
+
+    assert again.asked == ["5 6"]
+    assert counts == {"answer too short": 3, "prompt seen before or empty": 1}
+
+
+def test_a_file_that_was_deleted_is_made_anew_and_one_that_lost_texts_is_told(tmp_path):
+    prompts, out = write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4"]), tmp_path / "a.jsonl"
+    run = {"answer": Scripted().answer, "prompts": prompts}
+    make_data(make_tokenizer(), out, **run)
+    whole = out.read_text()
+
+    out.write_text(whole.split("\n")[0] + "\n")
+    with pytest.raises(ValueError, match=r"Expected the 2 texts written to .*a.jsonl, found 1; bring them back"):
+        make_data(make_tokenizer(), out, **run)
+    out.unlink()
+
+    assert make_data(make_tokenizer(), out, **run) == {"kept": 2}
+    assert out.read_text() == whole
+    with pytest.raises(ValueError, match=r"got .*a.jsonl.gz; leave .gz out"):
+        make_data(make_tokenizer(), tmp_path / "a.jsonl.gz", **run)
+
+
+def test_texts_survive_a_stop_while_their_file_is_made_whole(tmp_path, monkeypatch):
+    prompts, out = write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4"]), tmp_path / "a.jsonl"
+    run = {"answer": Scripted().answer, "prompts": prompts}
+    make_data(make_tokenizer(), out, **run)
+    with out.open("a") as file:
+        file.write('{"torn')
+    before, write_text = out.read_text(), Path.write_text
+
+    def stop(path, text, **options):
+        write_text(path, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stop)
+    with pytest.raises(KeyboardInterrupt):
+        make_data(make_tokenizer(), out, **run)
+
+    assert out.read_text() == before
+
+
 def test_a_file_of_other_settings_is_not_continued(tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", ["1 2"])
     run = {"answer": Scripted().answer, "prompts": prompts}
@@ -113,6 +190,8 @@ def test_a_file_of_other_settings_is_not_continued(tmp_path):
         make_data(make_tokenizer(), tmp_path / "a.jsonl", arguments=DataArguments(temperature=0.5), **run)
     with pytest.raises(ValueError, match=r"Expected .*a.jsonl to be made with the same settings"):
         make_data(make_tokenizer(), tmp_path / "a.jsonl", writer="another model", **run)
+    (tmp_path / "a.jsonl").unlink()  # as the message says
+    assert make_data(make_tokenizer(), tmp_path / "a.jsonl", writer="another model", **run) == {"kept": 1}
     with pytest.raises(ValueError, match="Expected a new file or one that this command began"):
         make_data(make_tokenizer(), tmp_path / "b.jsonl", **run)
     with pytest.raises(ValueError, match="Expected prompts, or a target that invents them"):
@@ -168,7 +247,12 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body | {"path": self.path})
+        if body["messages"][-1]["content"] == "40":
+            self.send_error(400, "longer than the context")
+            return
         message = {"role": "assistant", "content": "7 8 9 " + body["messages"][-1]["content"]}
+        if body["messages"][-1]["content"] == "41":
+            message["reasoning"] = "6 6 6"
         cut = body["messages"][-1]["content"] == "3 4"
         choice = {"index": 0, "message": message, "finish_reason": "length" if cut else "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -223,3 +307,54 @@ def test_a_server_answers_in_the_targets_stead(endpoint, tmp_path):
         ("/v1/chat/completions", "m", 9)
     }
     assert len({body["seed"] for body in Server.asked}) == 3
+
+
+def ask(endpoint, tmp_path, *prompts, tokenizer=None):
+    tokenizer, arguments = tokenizer or make_tokenizer(), DataArguments(batch_size=2, max_new_tokens=9)
+    writer = ServerWriter(endpoint, "m", tokenizer, arguments)
+    file = write_prompts(tmp_path / "p.jsonl", [*prompts])
+    return make_data(tokenizer, tmp_path / "a.jsonl", answer=writer.answer, prompts=file, arguments=arguments)
+
+
+def test_a_prompt_that_the_server_refuses_stops_no_other(endpoint, tmp_path):
+    assert ask(endpoint, tmp_path, "1 2", "40", "5 6") == {"kept": 2, "prompt that the server refused": 1}
+
+
+def test_an_answer_that_does_not_come_after_its_prompt_stops_no_other(endpoint, tmp_path):
+    tokenizer = make_tokenizer()
+    # Without an answer the prompt is rendered otherwise, as where a line break melts into the one before it.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '58 ' if messages|length > 1 and '9 1' in messages[1].content else '59 ' }}"
+        "{{ m.content }} {% endfor %}"
+    )
+
+    counts = ask(endpoint, tmp_path, "1 2", "5 6", tokenizer=tokenizer)
+
+    assert counts == {"kept": 1, "answer that the chat template does not render after its prompt": 1}
+
+
+def test_a_server_that_takes_the_reasoning_out_is_refused(endpoint, tmp_path):
+    with pytest.raises(ValueError, match=re.escape("found their reasoning taken out; start the server without")):
+        ask(endpoint, tmp_path, "41")
+
+
+def test_a_server_that_is_not_there_is_told_in_a_sentence_and_the_texts_stay(endpoint, tmp_path):
+    assert ask(endpoint, tmp_path, "1 2") == {"kept": 1}
+    before = (tmp_path / "a.jsonl").read_bytes()
+
+    with pytest.raises(OSError, match=r"Expected an answer of http://127.0.0.1:9/v1, got: .*What was made is kept"):
+        ask("http://127.0.0.1:9/v1", tmp_path, "1 2", "3 4")
+
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+def test_a_template_without_a_system_turn_gets_a_bare_user_turn():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        + tokenizer.chat_template
+    )
+
+    assert tokenizer.decode(user_prefix(tokenizer, "1 2")) == "59"
+    with pytest.raises(ValueError, match=r"chat template takes, found \['system', 'user'\]: no system turn"):
+        render([{"role": "system", "content": "1"}, {"role": "user", "content": "2"}], tokenizer)

@@ -4,7 +4,8 @@ from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.data import Example, read_examples
 from hf_carryover.training.datalog import DataArguments
 from hf_carryover.training.recipe import RecipeArguments, read_recipe, train_drafter
-from hf_carryover.training.selfchat import ServerWriter, TargetWriter, make_data
+from hf_carryover.training.selfchat import TargetWriter, make_data
+from hf_carryover.training.server import ServerWriter
 from hf_carryover.training.trainer import CarryoverTrainer
 
 __all__ = [

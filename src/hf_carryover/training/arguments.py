@@ -12,9 +12,25 @@ from hf_carryover.targets import default_dtype
 STAGES = ("baseline", "carryover", "control")
 # Settings of the library that our trainer does not read, and why.
 OPTIMIZER, LOADER = "`matrix_optimizer` says which optimizer there is", "texts are drawn in the training process"
+BY_LENGTH = "texts of like length are drawn together"
 UNUSED = {
-    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), OPTIMIZER),
-    **dict.fromkeys(("dataloader_num_workers", "dataloader_drop_last"), LOADER),
+    **dict.fromkeys(
+        ("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"), OPTIMIZER
+    ),
+    **dict.fromkeys(
+        (
+            "dataloader_num_workers",
+            "dataloader_drop_last",
+            "dataloader_prefetch_factor",
+            "dataloader_persistent_workers",
+        ),
+        LOADER,
+    ),
+    "train_sampling_strategy": BY_LENGTH,
+    "eval_accumulation_steps": "validation keeps no logits",
+    "save_only_model": "a training without its optimizer does not go on as it began",
+    "push_to_hub": "share the finished folder with `hf-carryover push`, which takes the record and the card along",
+    "deepspeed": "the loss reads heads and carry embedding outside the drafter's forward pass; use several processes",
     "auto_find_batch_size": "choose `per_device_train_batch_size`; the memory that is needed is printed at the start",
     "per_device_eval_batch_size": "texts are validated in batches of `per_device_train_batch_size`",
     "label_smoothing_factor": "the losses have no smoothing",

@@ -40,6 +40,7 @@ def check_parts(
         (new_judge and not weighs, "`confidence_head` needs a `confidence_weight` above 0, or it stays as it is."),
         (weighs and not has_head, "`confidence_weight` must be 0 without a head to train; add `confidence_head`."),
         (weighs and adapts, "`confidence_weight` must be 0 with `lora_rank`: an adapter does not train the head."),
+        (adapts and args.weight_decay > 0, "`weight_decay` must be 0 with `lora_rank`: adapters have none."),
         (adapts and args.stage != "carryover" and drafter.carry_embedding.any(),
          f"`stage` must be carryover with `lora_rank` for a drafter that carries rows, got {args.stage}."),
     ):  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,14 +85,17 @@ def _parse(line: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], w
     match row:
         case {"prompt_ids": [int(), *_] as prompt_ids, "answer_ids": [*answer_ids]}:
             return [Example(prompt_ids, answer_ids)]
-        case {"messages": [*messages]}:
+        case {"messages": [*messages]} if all(
+            isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+        ):
             return answers_of(messages, tokenizer, where, ends=ends)
         case {"prompt": str(prompt), "answer": str(answer)}:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return answers_of(turns, tokenizer, where, ends=ends)
         case _:
             raise ValueError(
-                f"Expected `prompt_ids` and `answer_ids`, `messages`, or `prompt` and `answer` in {where}, found "
+                "Expected `prompt_ids` and `answer_ids`, `messages` of `role` and `content`, or `prompt` and `answer` "
+                f"in {where}, found "
                 f"{sorted(row) if isinstance(row, dict) else line[:60]!r}; let the target answer: `hf-carryover data`."
             )
 
@@ -120,8 +124,13 @@ def answers_of(
 
 
 def render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
-    """Ids of a conversation in the chat template."""
-    ids: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
+    """Ids of a conversation in the chat template; ValueError if the template does not take it."""
+    try:
+        given = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+    except TemplateError as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(f"Expected turns that the target's chat template takes, found {roles}: {error}.") from error
+    ids: list[int] = given["input_ids"]
     return ids
 
 
@@ -171,6 +180,7 @@ def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 class LikeLengths(Sampler[list[Draw]]):
     """Batches of texts of like length, in an order that depends on seed and epoch alone.
 
+    Texts that fill no batch are left out, others in each epoch.
     Each batch comes ``repeats`` times in a row with fresh anchors, so that one pass of the target serves several
     steps; with several processes, the repeats of a batch go to the same one.
     """
@@ -180,6 +190,9 @@ class LikeLengths(Sampler[list[Draw]]):
     def __init__(
         self, lengths: Sequence[int], *, batch_size: int, repeats: int, world: int, seed: int, epoch: Callable[[], int]
     ) -> None:
+        if len(lengths) < batch_size * world and world > 1:  # the library would hand some process nothing
+            raise ValueError(f"Expected at least {batch_size * world} texts to train on, a batch for each of {world} "
+                             f"processes, got {len(lengths)}; give more, or a smaller batch.")  # fmt: skip
         self.lengths, self.batch_size, self.repeats = lengths, batch_size, repeats
         # Asked when batches are: what wraps a sampler in other processes, or to go on, does not pass an epoch on.
         self.world, self.seed, self.epoch = world, seed, epoch
@@ -194,12 +207,12 @@ class LikeLengths(Sampler[list[Draw]]):
         epoch = self.epoch()
         generator = torch.Generator().manual_seed(hash((self.seed, epoch)) % 2**63)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        order = order[: len(order) // self.batch_size * self.batch_size] or order  # before they stand by length
         span = self.batch_size * self.WINDOW
         for start in range(0, len(order), span):
             order[start : start + span] = sorted(order[start : start + span], key=self.lengths.__getitem__)
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        whole = [batch for batch in batches if len(batch) == self.batch_size] or batches[:1] * self.world
-        shuffled = [whole[i] for i in torch.randperm(len(whole), generator=generator).tolist()]
+        shuffled = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
         for i in range(self._num_groups()):
             group = shuffled[i * self.world : (i + 1) * self.world]
             for repeat in range(self.repeats):

@@ -36,48 +36,69 @@ class DataArguments:
 
 
 class DataLog:
-    """The file of texts and how far it is; a torn last line is removed, and prompts already in it are not new."""
+    """The file of texts and how far it is; a torn last line is removed. A file that was deleted is begun anew.
+
+    Attributes:
+        num_batches: Batches that are written.
+        num_taken: Prompts that they held, of those given.
+        counts: Texts kept and dropped, by reason.
+        fruitless: Batches in a row that kept nothing.
+        prompts: Last turns of the texts that were in the file.
+    """
 
     def __init__(self, out: Path, arguments: DataArguments, prompts: str, writer: str) -> None:
         self.out, self.progress = out, out.with_name(out.name + ".progress.json")
         self.settings = {**vars(arguments), "count": None, "prompts": prompts, "writer": writer}
-        self.num_batches, self.counts, self.seen, self.fruitless = 0, Counter[str](), set[str](), 0
+        self.num_batches, self.num_taken, self.fruitless = 0, 0, 0
+        self.counts, self.seen, self.prompts = Counter[str](), set[str](), list[str]()
+        if out.suffix == ".gz":
+            raise ValueError(f"Expected a file that grows line by line, got {out}; leave .gz out, compress it after.")
         out.parent.mkdir(parents=True, exist_ok=True)
-        if self.progress.exists():
-            saved = json.loads(self.progress.read_text(encoding="utf-8"))
-            if {"writer": writer} | saved["settings"] != self.settings:
-                raise ValueError(f"Expected {out} to be made with the same settings, found {saved['settings']}; "
-                                 "choose another file, or delete this one.")  # fmt: skip
-            self.num_batches, self.counts = saved["batches"], Counter(saved["counts"])
-        elif out.exists():
+        if not out.exists():
+            return
+        if not self.progress.exists():
             raise ValueError(f"Expected a new file or one that this command began, found {out}; choose another name.")
-        if out.exists():
-            # Lines after the last finished batch are made again.
-            # Texts hold characters at which `splitlines` would split, too.
-            lines = out.read_text(encoding="utf-8").split("\n")[: self.counts["kept"]]
-            out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            self.seen = {_key(json.loads(line)["prompt"]) for line in lines}
+        saved = json.loads(self.progress.read_text(encoding="utf-8"))
+        if {"writer": writer} | saved["settings"] != self.settings:
+            raise ValueError(f"Expected {out} to be made with the same settings, found {saved['settings']}; "
+                             "choose another file, or delete this one.")  # fmt: skip
+        self.num_batches, self.counts = saved["batches"], Counter(saved["counts"])
+        self.num_taken = saved.get("taken", self.num_batches * arguments.batch_size)
+        # Texts hold characters at which `splitlines` would split, too.
+        written = out.read_text(encoding="utf-8")
+        lines = written.split("\n")[:-1][: self.counts["kept"]]
+        if len(lines) < self.counts["kept"]:
+            raise ValueError(f"Expected the {self.counts['kept']} texts written to {out}, found {len(lines)}; bring "
+                             "them back, or delete the file.")  # fmt: skip
+        if written != (whole := "".join(f"{line}\n" for line in lines)):  # what follows is made again
+            _replace(out, whole)
+        self.prompts = [json.loads(line)["prompt"] for line in lines]
 
     def is_new(self, prompt: Conversation) -> bool:
         """Whether a prompt has text that was not asked before; asking is noted."""
-        key = _key(prompt[-1]["content"])
+        key = _key([message["content"] for message in prompt])
         if not key or key in self.seen:
             return False
         self.seen.add(key)
         return True
 
-    def add(self, rows: Sequence[dict[str, Any]], dropped: Counter[str]) -> None:
-        """Write a batch, then that it is written."""
+    def add(self, rows: Sequence[dict[str, Any]], dropped: Counter[str], *, taken: int) -> None:
+        """Write a batch of ``taken`` prompts, then that it is written."""
         with self.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self.num_batches += 1
+        self.num_batches, self.num_taken = self.num_batches + 1, self.num_taken + taken
         self.fruitless = 0 if rows else self.fruitless + 1
         self.counts += dropped + Counter(kept=len(rows))
-        saved = {"settings": self.settings, "batches": self.num_batches, "counts": self.counts}
-        unfinished = self.progress.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(saved), encoding="utf-8")
-        unfinished.replace(self.progress)
+        saved = {"settings": self.settings, "batches": self.num_batches, "taken": self.num_taken}
+        _replace(self.progress, json.dumps(saved | {"counts": self.counts}))
 
 
-def _key(prompt: str) -> str:
-    return " ".join(prompt.lower().split())
+def _replace(path: Path, content: str) -> None:
+    """Write a file anew; whoever looks, or stops, in between finds the old one."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(content, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _key(turns: Sequence[str]) -> str:
+    return " ".join(" ".join(turns).lower().split())

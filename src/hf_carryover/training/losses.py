@@ -1,6 +1,6 @@
 """How wrong is a block? Losses a slot, and the weights that say which slots matter; all pure functions.
 
-Every loss maps logits ``[..., K, V]`` to one value a slot, ``[..., K]``; `weighted_mean` makes one number of them.
+Every loss maps logits ``[..., K, V]`` to one value a slot, ``[..., K]``; `BlockLosses` weighs and adds them.
 With a draft vocabulary V is its size, labels are indices into it, and the target's probabilities sum to less than 1.
 """
 

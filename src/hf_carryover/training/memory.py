@@ -4,6 +4,7 @@ from transformers import PreTrainedModel
 
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.training.arguments import CarryoverTrainingArguments
+from hf_carryover.training.parts import sizes_of
 
 
 def estimate_memory(
@@ -14,7 +15,7 @@ def estimate_memory(
     Rows times widths of what is alive at the end of the forward pass, where most is; logits count four times (head,
     softmax, their gradients), and with a teacher three times more, beside its own over the whole vocabulary.
     """
-    config, theirs = drafter.config, target.config.get_text_config().to_dict()
+    config, theirs = drafter.config, sizes_of(target)
     width, inner = config.hidden_size, config.intermediate_size
     item, texts = target.dtype.itemsize, args.per_device_train_batch_size
     rows, blocks = texts * length, texts * args.num_anchors

@@ -1,8 +1,29 @@
-"""What does a new drafter take from its target? A token for its masks, and the base of its positions."""
+"""What does a new drafter take from its target? Sizes, a token for its masks, and the base of its positions."""
 
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def sizes_of(target: PreTrainedModel) -> dict[str, Any]:
+    """The target's text configuration, with `SIZES` under these names (those of older models have others)."""
+    config = target.config.get_text_config(decoder=True)
+    return config.to_dict() | {name: getattr(config, name) for name in SIZES}
+
+
+def spaced_layers(target: PreTrainedModel, count: int) -> list[int]:
+    """``count`` evenly spaced layers from 1 to the third last; fewer, if the target has not so many."""
+    last = max(sizes_of(target)["num_hidden_layers"] - 3, 0)
+    first = min(1, last)
+    return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
+
+
+def context_length(target: PreTrainedModel) -> int | None:
+    """Tokens that the target takes; None where its configuration does not say so."""
+    length: int | None = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return length
 
 
 def unused_token(tokenizer: PreTrainedTokenizerBase) -> int:

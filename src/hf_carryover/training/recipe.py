@@ -23,7 +23,7 @@ from hf_carryover.training.checks import check_parts, check_texts
 from hf_carryover.training.data import Example, end_tokens, most_used_tokens, read_examples
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint, saving, steps_made
 from hf_carryover.training.memory import estimate_memory
-from hf_carryover.training.parts import plain_rope, unused_token
+from hf_carryover.training.parts import context_length, plain_rope, sizes_of, spaced_layers, unused_token
 from hf_carryover.training.record import RECORD, begin, finish
 from hf_carryover.training.trainer import CarryoverTrainer
 
@@ -174,12 +174,18 @@ def starting_drafter(
     else:
         drafter = load_drafter(recipe.drafter, target=target, dtype=torch.float32)
         old = drafter.config
-        if recipe.num_layers not in (None, old.num_hidden_layers) or recipe.num_target_layers is not None:
+        wanted = recipe.num_target_layers
+        reads = None if wanted is None else len(spaced_layers(target, wanted))
+        if recipe.num_layers not in (None, old.num_hidden_layers) or reads not in (None, len(old.target_layer_ids)):
             raise ValueError(f"Expected the layers of {recipe.drafter} ({old.num_hidden_layers}, reading "
                              f"{old.target_layer_ids}), found others in the recipe; leave them out.")  # fmt: skip
         if changes:
             changed = CarryoverDrafterModel(CarryoverDrafterConfig(**(old.to_dict() | changes)))
-            changed.load_state_dict(drafter.state_dict(), strict=False)
+            try:
+                changed.load_state_dict(drafter.state_dict(), strict=False)
+            except RuntimeError as error:
+                raise ValueError(f"Expected settings that the weights of {recipe.drafter} fit, got {changes}; leave "
+                                 f"them out: {error}") from error  # fmt: skip
             drafter = changed
     if recipe.draft_vocab is not None:
         chosen, covered = most_used_tokens(examples, recipe.draft_vocab, always=end_tokens(target))
@@ -204,15 +210,13 @@ def _changes(recipe: RecipeArguments) -> dict[str, Any]:
 def new_config(
     recipe: RecipeArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, changes: dict[str, Any]
 ) -> CarryoverDrafterConfig:
-    """A drafter of the target's width and head sizes that reads evenly spaced layers, from 1 to the third last."""
-    theirs = target.config.get_text_config().to_dict()
-    last, count = max(theirs["num_hidden_layers"] - 3, 0), recipe.num_target_layers or 5
-    layers = {round(min(1, last) + i * (last - min(1, last)) / max(count - 1, 1)) for i in range(count)}
+    """A drafter of the target's width and head sizes that reads evenly spaced layers."""
+    theirs = sizes_of(target)
     heads = theirs["num_attention_heads"]
     fields = {
         "block_size": 8,
         "sample_from_anchor": False,
-        "target_layer_ids": sorted(layers),
+        "target_layer_ids": spaced_layers(target, recipe.num_target_layers or 5),
         "vocab_size": theirs["vocab_size"],
         "hidden_size": theirs["hidden_size"],
         "intermediate_size": theirs.get("intermediate_size") or 4 * theirs["hidden_size"],
@@ -221,7 +225,7 @@ def new_config(
         "num_key_value_heads": theirs.get("num_key_value_heads") or heads,
         "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
         "rope_parameters": plain_rope(theirs),
-        "max_position_embeddings": theirs.get("max_position_embeddings", 32768),
+        "max_position_embeddings": context_length(target) or 32768,
         "num_target_layers": theirs["num_hidden_layers"],
         "final_logit_softcapping": theirs.get("final_logit_softcapping"),
     }
@@ -231,7 +235,7 @@ def new_config(
 
 
 def _longest(target: PreTrainedModel, recipe: RecipeArguments) -> int:
-    context: int = target.config.get_text_config().to_dict().get("max_position_embeddings", sys.maxsize)
+    context = context_length(target) or sys.maxsize
     if (recipe.max_length or 0) > context:
         raise ValueError(f"`max_length` must be at most the target's context, {context}, got {recipe.max_length}.")
     return recipe.max_length or context

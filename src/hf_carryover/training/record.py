@@ -1,5 +1,6 @@
 """How was a drafter made? A record in its folder, begun with the training, so that it goes on as it began."""
 
+import hashlib
 import json
 import shlex
 import sys
@@ -31,8 +32,9 @@ def begin(out: Path, recipe: dict[str, Any], args: CarryoverTrainingArguments) -
         ValueError: It was begun with other settings.
         OSError: The disk is full.
     """
-    kept = out / UNFINISHED
-    now = {"recipe": recipe, "arguments": settings_of(args), "earlier": earlier(recipe["drafter"])}
+    kept, texts = out / UNFINISHED, Path(recipe["data"])
+    now: dict[str, Any] = {"recipe": recipe, "arguments": settings_of(args), "earlier": earlier(recipe["drafter"])}
+    now["data_sha256"] = digest(texts) if texts.is_file() else None  # a missing file is told where it is read
     checkpoint = last_checkpoint(out)
     if 0 < args.max_steps < steps_made(checkpoint):
         raise ValueError(f"`max_steps` must be at least {steps_made(checkpoint)}, the steps that were made already in "
@@ -44,7 +46,10 @@ def begin(out: Path, recipe: dict[str, Any], args: CarryoverTrainingArguments) -
                 _write(kept, now)
         return now
     begun: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    before, after = (side["recipe"] | side["arguments"] for side in (begun, json.loads(json.dumps(now))))
+    before, after = (
+        side["recipe"] | side["arguments"] | {"data_sha256": side.get("data_sha256")}
+        for side in (begun, json.loads(json.dumps(now)))
+    )
     changed = [name for name in after if name not in FREE and before.get(name) != after[name]]
     if recipe["lora_rank"] is not None and begun["earlier"] != now["earlier"]:  # its weights are read again
         raise ValueError(f"Expected the drafter that the adapter in {out} was begun on, found another in "
@@ -63,6 +68,7 @@ def finish(out: Path, begun: dict[str, Any], trainer: "CarryoverTrainer", droppe
         "command": shlex.join(sys.argv),
         "recipe": begun["recipe"],
         "arguments": begun["arguments"],
+        "data_sha256": begun["data_sha256"],
         "texts": len(trainer.examples),
         "texts_left_out": dropped,
         "steps": state.global_step,
@@ -75,6 +81,12 @@ def finish(out: Path, begun: dict[str, Any], trainer: "CarryoverTrainer", droppe
     with saving(out):
         _write(out / RECORD, record)
     (out / UNFINISHED).unlink(missing_ok=True)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

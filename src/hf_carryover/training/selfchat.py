@@ -1,22 +1,20 @@
 """Where do training texts come from? The target answers prompts, given or its own; bad text is dropped."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub import InferenceClient
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.prompts import Conversation, read_prompts
-from hf_carryover.targets import target_source
-from hf_carryover.training.data import answers_of, render
+from hf_carryover.training.data import render
 from hf_carryover.training.datalog import DataArguments, DataLog
 
 # Under these the target invents user turns; each pulls towards another kind of text.
@@ -36,10 +34,11 @@ MARK = "\u241fmark\u241f"
 
 
 class Answer(NamedTuple):
-    """Ids of an answer, and whether it ended by itself."""
+    """Ids of an answer, whether it ended by itself, and what is wrong with it, if that is known already."""
 
     ids: list[int]
     finished: bool
+    problem: str | None = None
 
 
 def make_data(
@@ -76,11 +75,13 @@ def make_data(
     if given is None and invent is None:
         raise ValueError("Expected prompts, or a target that invents them, got neither; name a file: --prompts.")
     log = DataLog(Path(out), arguments, str(prompts), writer)
-    total = arguments.count if given is None else -(-len(given) // arguments.batch_size)
+    for prompt in _as_turns(log.prompts) if given is None else given[: log.num_taken]:
+        log.is_new(prompt)
+    total = arguments.count if given is None else len(given)
     with Progress(console=console, disable=console is None) as progress:
-        task = progress.add_task("texts" if given is None else "batches", total=total)
+        task = progress.add_task("texts" if given is None else "prompts", total=total)
         while True:
-            done = log.counts["kept"] if given is None else log.num_batches
+            done = log.counts["kept"] if given is None else log.num_taken
             progress.update(task, completed=min(done, total))
             if done >= total:
                 return log.counts
@@ -89,11 +90,10 @@ def make_data(
                     f"Expected the target to invent prompts and answer them, kept nothing of {MOST_FRUITLESS} batches "
                     f"in a row: {dict(log.counts)}; allow more tokens, `--keep-cut`, or give prompts: --prompts."
                 )
-            start = log.num_batches * arguments.batch_size
             batch = (
-                given[start : start + arguments.batch_size]
+                given[log.num_taken :][: arguments.batch_size]
                 if given is not None
-                else [[{"role": "user", "content": text}] for text in (invent(log.num_batches) if invent else ())]
+                else _as_turns(invent(log.num_batches) if invent else ())
             )
             fresh = [prompt for prompt in batch if log.is_new(prompt)]
             ids = [render(prompt, tokenizer, add_generation_prompt=True) for prompt in fresh]
@@ -105,11 +105,17 @@ def make_data(
                     continue
                 rows.append({"prompt": prompt[-1]["content"], "prompt_ids": prompt_ids, "answer_ids": found.ids,
                              "temperature": arguments.temperature, "finished": found.finished})  # fmt: skip
-            log.add(rows, dropped)
+            log.add(rows, dropped, taken=len(batch))
+
+
+def _as_turns(texts: Sequence[str]) -> list[Conversation]:
+    return [[{"role": "user", "content": text}] for text in texts]
 
 
 def why_bad(answer: Answer, *, keep_cut: bool) -> str | None:
-    """Why an answer is not worth learning from, or None: too short, cut off, or caught in a loop."""
+    """Why an answer is not worth learning from, or None: known before, too short, cut off, or caught in a loop."""
+    if answer.problem is not None:
+        return answer.problem
     if len(answer.ids) < 3:
         return "answer too short"
     if not answer.finished and not keep_cut:
@@ -176,53 +182,13 @@ class TargetWriter:
         return Answer(ids, False) if end is None else Answer(ids[: end + 1], True)
 
 
-@dataclass(frozen=True)
-class ServerWriter:
-    """Writes through an OpenAI-compatible server that runs the target, many requests at a time."""
-
-    endpoint: str
-    model: str
-    tokenizer: PreTrainedTokenizerBase
-    arguments: DataArguments
-    ends: Sequence[int] = ()
-
-    @classmethod
-    def of(cls, target: str, endpoint: str, model: str, arguments: DataArguments) -> "ServerWriter":
-        """For a target by its name, of which the tokenizer and what ends its turns are read, not the weights."""
-        source = target_source(target)
-        try:
-            ends = GenerationConfig.from_pretrained(source).eos_token_id
-        except OSError:  # it has no such file: the tokenizer's own end
-            ends = None
-        found = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        return cls(endpoint, model, AutoTokenizer.from_pretrained(source), arguments, found)
-
-    def answer(self, _: Sequence[list[int]], prompts: Sequence[Conversation], batch: int) -> list[Answer]:
-        """Answers to prompts, given as messages; their ids come from rendering the whole conversation."""
-        with ThreadPoolExecutor(self.arguments.batch_size) as pool:
-            return list(pool.map(self._ask, prompts, self._seeds(batch)))
-
-    def _seeds(self, batch: int) -> Iterator[int]:
-        first = self.arguments.seed * 1_000_003 + batch * self.arguments.batch_size
-        return iter(range(first, first + self.arguments.batch_size))
-
-    def _ask(self, prompt: Conversation, seed: int) -> Answer:
-        client = InferenceClient(base_url=self.endpoint, timeout=600)
-        given = client.chat_completion(
-            prompt, model=self.model, max_tokens=self.arguments.max_new_tokens,
-            temperature=self.arguments.temperature, seed=seed,
-        ).choices[0]  # fmt: skip
-        turns = [*prompt, {"role": "assistant", "content": given.message.content or ""}]
-        (example,) = answers_of(turns, self.tokenizer, "the server's answer", ends=self.ends)[-1:]
-        finished = given.finish_reason != "length"
-        ids = example.answer_ids if finished else example.answer_ids[:-1]
-        return Answer(ids, finished)
-
-
 def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str) -> list[int]:
-    """The chat prompt up to where the user's text would start, under a system prompt."""
+    """The chat prompt up to where the user's text would start, under a system prompt if the template takes one."""
     turns = [{"role": "system", "content": system}, {"role": "user", "content": MARK}]
-    text: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    try:
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    except TemplateError:  # some know no system turn
+        text = tokenizer.apply_chat_template(turns[1:], tokenize=False)
     ids: list[int] = tokenizer(text[: text.index(MARK)], add_special_tokens=False).input_ids
     return ids
 

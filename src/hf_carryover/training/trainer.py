@@ -27,7 +27,7 @@ from hf_carryover.training.rehearsal import Reading, Rehearsal
 class CarryoverTrainer(Trainer):
     """Trains a drafter on the target's own answers (arXiv 2609.14717), baseline, Carryover or control.
 
-    Accumulation, processes, checkpoints, resume, logging and pushing are the library's. The target is frozen and runs
+    Accumulation, processes, checkpoints, resume and logging are the library's. The target is frozen and runs
     inside the step. The log has, besides the loss: ``estimate`` (`losses.expected_length` of the trained blocks) and,
     where rows are carried, ``carry_gain`` (loss without them minus loss with them: positive is good),
     ``attention_mass`` on them, and ``carried_rows`` a block.
