@@ -9,6 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
+from matplotlib import pyplot as plt
 from rich.console import Console
 
 from hf_carryover.targets import load_target
@@ -47,8 +48,6 @@ def train(recipe: RecipeArguments, out: Path, stage: str, *, steps: int) -> list
 
 def draw(logs: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Accepted length on validation prompts over steps, one stage after the other."""
-    from matplotlib import pyplot as plt
-
     start = 0
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for stage, log in logs.items():

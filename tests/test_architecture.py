@@ -35,8 +35,8 @@ ROWS = [
     {"stopping"},
     {"decoding"},
     {"targets", "conversion", "prompts", "streaming"},
-    {"demo", "evaluation"},
-    {"training"},
+    {"evaluation"},
+    {"demo", "training"},
     {"model_card"},
     {"cli"},
 ]

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_carryover.acceptance import DraftStats
+from hf_carryover.evaluation.exactness import find_difference
+from hf_carryover.evaluation.runs import decoding_options, drafting
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.streaming import StreamedToken, TokenStreamer
 from hf_carryover.targets import TARGETS
@@ -115,7 +117,8 @@ def run_demo(
             console.print("[dim]plain[/dim]" if system is None else legend)
             answers[-1].append(answer(target, tokenizer, inputs, drafter=system, console=console, **options))
         if drafter is not None:
-            is_right, verdict = compare_texts(target, answers[-1][0].ids, answers[-1][1].ids)
+            texts = [given.ids for given in answers[-1]]
+            is_right, verdict = compare_texts(target, drafter, inputs["input_ids"], *texts)
             all_right &= is_right
             console.print(f"[dim]{verdict}[/dim]")
     console.print(speed_table(answers))
@@ -124,21 +127,19 @@ def run_demo(
     return all_right
 
 
-def compare_texts(target: PreTrainedModel, plain: Tensor, drafted: Tensor) -> tuple[bool, str]:
-    """Whether two greedy texts ``[1, T]`` are as they must be, and a sentence about it.
-
-    In fp32 they must be identical. In bf16 a block and single tokens round differently, so texts may part where the
-    target's two best logits are at most 4 bf16 steps apart.
-    """
-    if torch.equal(plain, drafted):
+def compare_texts(
+    target: PreTrainedModel, drafter: CarryoverDrafterModel, prompt: Tensor, plain: Tensor, drafted: Tensor
+) -> tuple[bool, str]:
+    """Whether two greedy texts ``[1, T]`` after a prompt are as they must be (`find_difference`), in a sentence."""
+    system, length = drafting("drafter", drafter, carry=drafter.carry_enabled), prompt.shape[1]
+    theirs, ours = (text[0, length:].tolist() for text in (plain, drafted))
+    options = decoding_options(0.0, max(len(theirs), len(ours)))
+    found = find_difference(system, target, prompt, plain_ids=theirs, ids=ours, **options)
+    if found is None:
         return True, "Identical token ids."
-    pairs = zip(plain[0].tolist(), drafted[0].tolist(), strict=False)
-    first = next((i for i, (one, other) in enumerate(pairs) if one != other), min(plain.shape[1], drafted.shape[1]))
-    with torch.no_grad():
-        best, second = target(plain[:, :first]).logits[0, -1].float().topk(2).values.tolist()
-    place = f"token {first} of the text: the target's two best logits there are {best:.4f} and {second:.4f}"
-    if target.dtype == torch.bfloat16 and best - second <= 4 * 2**-8 * abs(best):
-        return True, f"The texts part at a near-tie of bf16, {place}."
+    place = f"token {found.position} of the answer, where the target's logits for the two are {found.gap:.4f} apart"
+    if found.explained:
+        return True, f"The texts part at {place}; that is rounding."
     return False, f"THE TEXTS DIFFER at {place}. Please report this."
 
 

@@ -11,7 +11,7 @@ from hf_carryover.conversion import load_drafter
 from hf_carryover.conversion.folders import read_json
 from hf_carryover.evaluation.machine import describe_model
 from hf_carryover.evaluation.speed import OURS, RIVALS
-from hf_carryover.evaluation.summary import POOLED
+from hf_carryover.evaluation.summary import OTHERS, POOLED
 from hf_carryover.evaluation.tables import markdown_table
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.targets import hub_name
@@ -110,13 +110,14 @@ def _section(evaluation: dict[str, Any], temperature: float) -> dict[str, Any]:
     )
     systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
     rivals = [rival for rival in RIVALS if rival in systems]
-    measured = {(row["set"], row["system"]): row for row in results}
+    measured = {(row["set"], row["system"]): row for row in evaluation["results"] if row["temperature"] == temperature}
+    shown = {"accepted_length": systems, "speedup": [*systems, *(s for s in OTHERS if (POOLED, s) in measured)]}
     gains = {(row["set"], row["minus"]): row for row in differences}
     ratios = {(row["set"], rival): ratio for row in speed for rival, ratio in row["carry_on_to"].items()}
 
     def by_system(metric: str) -> str:
-        return markdown_table(["set", *systems], [
-            [name, *(_cell(measured[name, s][metric], measured[name, s][f"{metric}_interval"]) for s in systems)]
+        return markdown_table(["set", *shown[metric]], [
+            [name, *(_cell(measured[name, s][metric], measured[name, s][f"{metric}_interval"]) for s in shown[metric])]
             for name in sets
         ])  # fmt: skip
 

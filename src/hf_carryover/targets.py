@@ -75,7 +75,7 @@ def target_source(name: str) -> Path | str:
 
 
 def default_device() -> torch.device:
-    """The GPU if there is one."""
+    """The CUDA GPU if there is one, else the processor."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

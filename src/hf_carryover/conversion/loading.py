@@ -25,9 +25,10 @@ PLACE = {"set": "all", "system": "carry-on", "temperature": 0.0}  # whose accept
 def load_drafter(
     folder_or_hub_id: str | Path, *, target: PreTrainedModel | None = None, dtype: torch.dtype | None = None
 ) -> CarryoverDrafterModel:
-    """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`.
+    """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`, less ``revision``.
 
-    A folder's ``evaluation.json`` tells automatic draft lengths what acceptance to start from.
+    A folder's ``evaluation.json`` tells automatic draft lengths what acceptance to start from, which
+    `AutoModel.from_pretrained` does not read.
     """
     folder = find_folder(folder_or_hub_id)
     path = folder / "config.json"

@@ -68,7 +68,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     curriculum_steps: int = _setting(
         0, "First steps in which a block carries its anchor's own row, to learn what rows say about the next token."
     )
-    validation_every: int = _setting(50, "Every how manieth text is kept out of training, to validate with.")
+    validation_every: int = _setting(50, "Of so many texts, one is kept out of training, to validate with.")
     validation_texts: int = _setting(32, "Texts that the validation loss is taken on.")
     validation_prompts: int = _setting(4, "Prompts that validation generates on, by real rounds.")
     validation_tokens: int = _setting(48, "New tokens on each of them.")

@@ -18,7 +18,7 @@ def _setting(default: Any, help: str) -> Any:
 class DataArguments:
     """How texts are made; each field's help is what the command line shows."""
 
-    count: int = _setting(1000, "Texts to make; with prompts given, at most one for each.")
+    count: int = _setting(1000, "Texts to make; of prompts given, so many are answered.")
     batch_size: int = _setting(32, "Texts that are generated together.")
     max_new_tokens: int = _setting(320, "Tokens of an answer, at most.")
     max_prompt_tokens: int = _setting(256, "Tokens of an invented user turn, at most.")
