@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from hf_carryover import cli, evaluation, model_card
+from hf_carryover.conversion import load_drafter
 from hf_carryover.evaluation import EvaluationArguments, plots
+from hf_carryover.evaluation.machine import describe_model
 from hf_carryover.evaluation.speed import OURS
 from hf_carryover.model_card import render_card, write_card
 from tests.evaluation_fakes import make_tokenizer, write_prompts
@@ -210,6 +212,45 @@ def test_an_evaluation_of_another_drafter_is_refused(folder):
 
     with pytest.raises(ValueError, match=r"Expected an evaluation of this drafter .* found one of"):
         render_card(folder)
+
+
+def test_a_card_knows_a_drafter_that_was_measured_with_its_targets_special_tokens(folder):
+    """A folder without its own (trained from nothing, or converted without the target) gets them when it is loaded."""
+    target = make_target()
+    target.config.eos_token_id = target.config.pad_token_id = 57
+    drafter = load_drafter(folder, target=target)
+
+    measured = describe_model(drafter)
+
+    assert (drafter.config.eos_token_id, drafter.config.pad_token_id) == (57, 57)
+    assert measured["fingerprint"] == describe_model(load_drafter(folder))["fingerprint"]
+
+
+def test_the_card_compares_with_what_needs_no_drafter(folder):
+    def add(summary):
+        rows = [
+            row | {"system": "lookup", "speedup": 1.75} for row in summary["results"] if row["system"] == "carry-on"
+        ]
+        others = [row for row in summary["results"] if row["system"] != "lookup"]
+        summary["results"] = others + [row | {"system": "lookup", "speedup": 1.75} for row in ours]
+
+    change(folder / "evaluation.json", add)
+
+    speed = render_card(folder).split("### Speed relative")[1].split("###")[0]
+    lines = [line.split("|") for line in speed.splitlines() if line.startswith("|")]
+    assert {line[lines[0].index(" lookup ")].strip()[:4] for line in lines[2:]} == {"1.75"}
+
+
+@pytest.mark.parametrize(("explained", "told"), [((True, False), "1 of them**"), ((True, True), "generate`'s.")])
+def test_the_card_counts_the_texts_that_rounding_does_not_explain(folder, explained, told):
+    def differ(summary):
+        one = {"set": "a", "number": 0, "system": "carry-on", "position": 1, "gap": 0.5}
+        summary["exactness"]["differences"] = [one | {"explained": found} for found in explained]
+        summary["exactness"]["passed"] = all(explained)
+
+    change(folder / "evaluation.json", differ)
+
+    assert told in render_card(folder).split("Exactness: ")[1].split("## How")[0]
 
 
 def test_the_fingerprint_is_of_the_weights_not_of_who_saved_them(folder):

@@ -47,6 +47,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Name, size, and a fingerprint of configuration and weights, which a name alone does not pin down."""
     config = json.loads(model.config.to_json_string())
     facts = {name: value for name, value in config.items() if name not in SAVED_WITH}
+    facts |= dict.fromkeys(vars(model).get("lent_ids", ()))  # the folder has none
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in model.state_dict().items():
         # Whole numbers: a sum of floats depends on how memory is aligned and how many threads add.
