@@ -228,9 +228,7 @@ def test_a_card_knows_a_drafter_that_was_measured_with_its_targets_special_token
 
 def test_the_card_compares_with_what_needs_no_drafter(folder):
     def add(summary):
-        rows = [
-            row | {"system": "lookup", "speedup": 1.75} for row in summary["results"] if row["system"] == "carry-on"
-        ]
+        ours = [row for row in summary["results"] if row["system"] == "carry-on"]
         others = [row for row in summary["results"] if row["system"] != "lookup"]
         summary["results"] = others + [row | {"system": "lookup", "speedup": 1.75} for row in ours]
 
