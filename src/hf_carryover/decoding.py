@@ -117,7 +117,7 @@ def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[.
         return measured_times(target, drafter)
 
     def measure(rounds: int) -> RoundSeconds:
-        times, ids = RoundSeconds(needed=rounds // 3), torch.zeros(1, MEASURED_PROMPT, device=target.device).long()
+        times, ids = RoundSeconds(needed=rounds // 4), torch.zeros(1, MEASURED_PROMPT, device=target.device).long()
         most = MEASURED_PROMPT + (rounds + 3) * (drafter.config.num_drafts + 1)
         both: Any = {"generation_config": GenerationConfig(max_length=most), "logits_processor": LogitsProcessorList()}
         generator = CarryoverCandidateGenerator(drafter, target, times=times, **both)

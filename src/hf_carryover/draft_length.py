@@ -96,7 +96,7 @@ class DraftLength:
         if most <= 0:
             return 0
         longest = self.longest if self.times.is_frozen or self.longest in known else most
-        missing = [length for length in (longest, 0, (longest + 1) // 2) if length not in known]
+        missing = [length for length in (longest, 0, 1, (longest + 1) // 2) if length not in known]
         if missing and not self.times.is_frozen:  # no choice before it is known what these take, measured in turn
             return min(min(missing, key=lambda length: len(self.times.found.get(length, ()))), most)
         self.seconds, acceptance = curve(known, longest)[: most + 1], self.acceptance.estimate()[:most]

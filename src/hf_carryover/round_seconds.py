@@ -20,7 +20,7 @@ from torch import nn
 # Measurements of a length that are looked at, those it takes before it is trusted, and the rounds for which one is
 # believed: a plain round's for fewer, since all choices are compared with it and machines are now faster, now slower.
 KEPT, NEEDED, FRESH, FRESH_PLAIN = 9, 2, 512, 64
-MEASURED_ROUNDS = 21  # of three lengths, in turn: what is frozen cannot be mended by later rounds
+MEASURED_ROUNDS = 28  # of four lengths, in turn: what is frozen cannot be mended by later rounds
 
 
 class RoundSeconds:
@@ -84,7 +84,7 @@ def frozen_times(target: Any, drafter: Any, measure: Callable[[int], RoundSecond
     with MEASURING:
         times = by_place.get(name) or _kept(path, drafter)
         if times is None:
-            measure(3)  # what only a first call costs is no measure
+            measure(4)  # what only a first call costs is no measure
             known = measure(MEASURED_ROUNDS).known()
             times = _kept(path, drafter) or RoundSeconds(known)  # another process may have been faster
             with suppress(OSError):
