@@ -6,6 +6,7 @@ from rich.console import Console
 
 from hf_carryover import demo
 from hf_carryover.demo import OriginStreamer, compare_texts, encode, pass_seconds, run_demo
+from hf_carryover.evaluation.runs import decoding_options
 from tests.fakes import Encoding, Letters, ScriptedDrafter, make_drafter, make_target, plain, prompt
 
 
@@ -102,7 +103,7 @@ def test_a_text_that_rounding_does_not_explain_is_called_wrong(rank):
     other = text.clone()
     other[0, 12] = target(text[:, :12]).logits[0, -1].float().topk(41).indices[rank]
 
-    is_right, sentence = compare_texts(target, drafter, ids, text, other)
+    is_right, sentence = compare_texts(target, drafter, ids, text, other, **decoding_options(0.0, 40))
 
     assert is_right == (rank == 0)
     told = "Identical token ids." if rank == 0 else "THE TEXTS DIFFER at token 5 of the answer, where the target's"
@@ -115,7 +116,7 @@ def test_a_text_that_rounding_explains_is_not_called_wrong():
     other = text.clone()
     other[0, 12] += 1  # float64 writes the same texts, so it was rounding
 
-    is_right, sentence = compare_texts(target, drafter, ids, text, other)
+    is_right, sentence = compare_texts(target, drafter, ids, text, other, **decoding_options(0.0, 40))
 
     assert is_right
     assert sentence.startswith("The texts part at token 5 of the answer")

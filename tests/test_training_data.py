@@ -34,10 +34,11 @@ def test_ids_are_taken_as_they_stand_and_drops_are_counted(tmp_path):
     [
         ({"prompt": "a"}, r"found \['prompt'\]; let the target answer: `hf-carryover data`"),
         ({"messages": [{"role": "user", "content": "a"}]}, "Expected an assistant turn in line 1"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "`messages` with a `role` each, or .* in line 1"),
         ({"prompt_ids": [1], "answer_ids": [2]}, "Expected texts with answers of two tokens or more"),
         ([], "Expected `prompt_ids` and `answer_ids`"),
     ],
-    ids=["no-answer", "no-assistant", "all-too-short", "no-object"],
+    ids=["no-answer", "no-assistant", "other-names", "all-too-short", "no-object"],
 )
 def test_data_without_answers_is_refused(row, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence):

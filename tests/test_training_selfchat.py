@@ -161,6 +161,22 @@ def test_a_file_that_was_deleted_is_made_anew_and_one_that_lost_texts_is_told(tm
         make_data(make_tokenizer(), tmp_path / "a.jsonl.gz", **run)
 
 
+def test_a_file_that_an_older_version_began_or_an_editor_saved_goes_on(tmp_path):
+    prompts, out = write_prompts(tmp_path / "p.jsonl", [f"{i} {i + 1}" for i in range(6)]), tmp_path / "a.jsonl"
+    first, second = Scripted(), Scripted()
+    settings = {"prompts": prompts, "tokenizer": make_tokenizer(), "out": out}
+    make_data(answer=first.answer, arguments=DataArguments(count=4, batch_size=3), **settings)
+    progress = json.loads((tmp_path / "a.jsonl.progress.json").read_text())
+    assert progress["batches"] == 2  # of three and of one
+    out.write_text(out.read_text().rstrip("\n"))
+
+    counts = make_data(answer=second.answer, arguments=DataArguments(count=6, batch_size=3), **settings)
+
+    assert counts == {"kept": 6}
+    assert second.asked == ["4 5", "5 6"]
+    assert len(read_examples(out, make_tokenizer(), max_length=99).examples) == 6
+
+
 def test_texts_survive_a_stop_while_their_file_is_made_whole(tmp_path, monkeypatch):
     prompts, out = write_prompts(tmp_path / "p.jsonl", ["1 2", "3 4"]), tmp_path / "a.jsonl"
     run = {"answer": Scripted().answer, "prompts": prompts}
@@ -318,6 +334,13 @@ def ask(endpoint, tmp_path, *prompts, tokenizer=None):
 
 def test_a_prompt_that_the_server_refuses_stops_no_other(endpoint, tmp_path):
     assert ask(endpoint, tmp_path, "1 2", "40", "5 6") == {"kept": 2, "prompt that the server refused": 1}
+
+
+def test_a_server_that_refuses_everything_is_told_before_prompts_are_used_up(endpoint, tmp_path):
+    with pytest.raises(OSError, match=r"(?s)but it refused all 1 prompts: .*longer than the context.*; mend its settings"):
+        ask(endpoint, tmp_path, "40")
+
+    assert ask(endpoint, tmp_path, "1 2") == {"kept": 1}
 
 
 def test_an_answer_that_does_not_come_after_its_prompt_stops_no_other(endpoint, tmp_path):

@@ -1,6 +1,7 @@
 """How does `target.generate(..., assistant_model=drafter)` reach us? The one seam, and what it refuses."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from time import time
 from typing import Any
@@ -11,8 +12,6 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria, SynthIDTextWatermarkingConfig
-from transformers.generation import SynthIDTextWatermarkLogitsProcessor as SynthID
-from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache_carryover import MEMORIES, recall
@@ -29,7 +28,8 @@ PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candid
 MARK = "carryover_original"
 # Of calls that draft, by the target's cache: the last pass (`_update` alone sees it), arguments after it, drafts kept.
 LAST_PASSES: dict[Cache, tuple[Any, Any, int]] = {}
-STATEFUL_PROCESSORS = {Guidance: "guidance_scale", SynthID: "a SynthID watermark"}  # they count their calls
+STATEFUL = {"UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",  # processors that count their calls
+            "SynthIDTextWatermarkLogitsProcessor": "a SynthID watermark"}  # fmt: skip
 MEASURED_PROMPT = 16  # tokens, in a call that measures how long rounds take
 
 
@@ -105,15 +105,18 @@ def _decode(base: Callable[..., Any], self: Any, input_ids: Tensor, *args: Any, 
 
 
 def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[..., Any]) -> RoundSeconds | None:
-    """Seconds of rounds for automatic lengths: given, learned, or frozen lest clocks move draws or coarse rounding."""
+    """Seconds of rounds for automatic lengths: given, learned, or frozen where a clock could change the text."""
     if drafter.draft_length != AUTO:
         return None
     if drafter.timings is not None:
         return RoundSeconds(drafter.timings)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # ranks that share a target must not go by clocks of their own: all drafts
-    is_whole = target.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
-    if is_whole and not (kwargs["generation_config"].do_sample or torch.is_autocast_enabled(target.device.type)):
+    precision = None
+    with suppress(RuntimeError):  # where PyTorch's newer settings ask for less than the highest
+        precision = torch.get_float32_matmul_precision()
+    is_precise = target.dtype in (torch.float32, torch.float64) and precision == "highest"
+    if is_precise and not (kwargs["generation_config"].do_sample or torch.is_autocast_enabled(target.device.type)):
         return measured_times(target, drafter)
 
     def measure(rounds: int) -> RoundSeconds:
@@ -127,8 +130,7 @@ def _times(target: Any, drafter: Any, kwargs: dict[str, Any], decode: Callable[.
         decode(target, ids, attention_mask=ids + 1, use_cache=True, **both)
         return times
 
-    began = time()
-    times = frozen_times(target, drafter, measure)
+    began, times = time(), frozen_times(target, drafter, measure)
     for criterion in kwargs["stopping_criteria"]:
         if isinstance(criterion, MaxTimeCriteria):  # what is measured once is no part of a call's time
             criterion.initial_timestamp += time() - began
@@ -190,7 +192,7 @@ def check_inputs(input_ids: Tensor, device: torch.device, kwargs: dict[str, Any]
     length, limit = input_ids.shape[1], config.max_length
     longest = max([limit, *(c.max_length for c in kwargs["stopping_criteria"] if isinstance(c, MaxLengthCriteria))])
     masked = mask.shape[1] if mask is not None else config._mask_length if past else 0
-    stateful = [STATEFUL_PROCESSORS[type(p)] for p in kwargs["logits_processor"] if type(p) in STATEFUL_PROCESSORS]
+    stateful = [STATEFUL[kind] for p in kwargs["logits_processor"] if (kind := type(p).__name__) in STATEFUL]
     _refuse(
         "call generate() so, or leave assistant_model out",
         (bool(stateful), "options that a draft can honour and undo", ", ".join(stateful)),

@@ -100,7 +100,7 @@ def run_demo(
 
     The drafter hands over all drafts of its blocks, whether that pays or not, so that there is something to see.
     """
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    options = decoding_options(0.0, max_new_tokens)
     systems = (None,) if drafter is None else (None, drafter)
     if drafter is not None:
         drafter.draft_length = None
@@ -118,7 +118,7 @@ def run_demo(
             answers[-1].append(answer(target, tokenizer, inputs, drafter=system, console=console, **options))
         if drafter is not None:
             texts = [given.ids for given in answers[-1]]
-            is_right, verdict = compare_texts(target, drafter, inputs["input_ids"], *texts)
+            is_right, verdict = compare_texts(target, drafter, inputs["input_ids"], *texts, **options)
             all_right &= is_right
             console.print(f"[dim]{verdict}[/dim]")
     console.print(speed_table(answers))
@@ -128,12 +128,15 @@ def run_demo(
 
 
 def compare_texts(
-    target: PreTrainedModel, drafter: CarryoverDrafterModel, prompt: Tensor, plain: Tensor, drafted: Tensor
-) -> tuple[bool, str]:
-    """Whether two greedy texts ``[1, T]`` after a prompt are as they must be (`find_difference`), in a sentence."""
+    target: PreTrainedModel, drafter: CarryoverDrafterModel, prompt: Tensor, plain: Tensor, drafted: Tensor,
+    **options: Any,
+) -> tuple[bool, str]:  # fmt: skip
+    """Whether two greedy texts ``[1, T]`` after a prompt are as they must be (`find_difference`), in a sentence.
+
+    ``options`` are those of ``generate`` that both were written with.
+    """
     system, length = drafting("drafter", drafter, carry=drafter.carry_enabled), prompt.shape[1]
     theirs, ours = (text[0, length:].tolist() for text in (plain, drafted))
-    options = decoding_options(0.0, max(len(theirs), len(ours)))
     found = find_difference(system, target, prompt, plain_ids=theirs, ids=ours, **options)
     if found is None:
         return True, "Identical token ids."

@@ -45,8 +45,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.lengths, self.round_start = None, 0.0
         if times is not None:
             prior = [0.5] * self.draft_length if drafter.acceptance_prior is None else drafter.acceptance_prior
-            has_judge = drafter.confidence_head is not None
-            self.lengths = DraftLength(self.draft_length, Acceptance(prior), times, has_judge)
+            self.lengths = DraftLength(self.draft_length, Acceptance(prior), times, bool(drafter.confidence_head))
         self.stats = drafter.last_stats = DraftStats()
 
     def get_candidates(

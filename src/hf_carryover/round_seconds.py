@@ -69,9 +69,8 @@ def measured_times(target: Any, drafter: Any) -> RoundSeconds:
 def _place(model: Any) -> str:
     kind = model.device.type
     gpu = torch.cuda.get_device_name(model.device) if kind == "cuda" else None
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     where = f"{platform.node()} {model.device} {gpu} {torch.get_num_threads()} {os.environ.get('MKL_CBWR')}"
-    how = f"{model.dtype} {autocast} {torch.get_float32_matmul_precision()} {model.config._attn_implementation}"
+    how = f"{model.dtype} {torch.is_autocast_enabled(kind)} {model.config._attn_implementation}"
     return f"{where} {how} {torch.__version__}"
 
 

@@ -127,7 +127,6 @@ def build_drafter(
             name for name in ("bos_token_id", "eos_token_id", "pad_token_id") if vars(drafter.config)[name] is None
         ]
         drafter.config.update({name: vars(theirs).get(name) for name in names})
-        vars(drafter)["lent_ids"] = names  # no facts of the drafter: `describe_model` leaves them out
     return drafter
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Who saved a model, which says nothing about it.
 SAVED_WITH = ("architectures", "transformers_version")
+# What a folder may lack, and then has from the target that it is loaded with.
+LENT = ("bos_token_id", "eos_token_id", "pad_token_id")
 PACKAGES = ("hf-carryover", "torch", "transformers")
 # Settings from outside that change how long products (README, "When it pays") and new memory take.
 ENVIRONMENT = ("MKL_CBWR", "LD_PRELOAD")
@@ -45,20 +48,24 @@ def describe_machine(target: PreTrainedModel) -> dict[str, Any]:
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Name, size, and a fingerprint of configuration and weights, which a name alone does not pin down."""
+    return {
+        "name": model.config.name_or_path,
+        "parameters": model.num_parameters(),
+        "fingerprint": fingerprint(model),
+    }
+
+
+def fingerprint(model: PreTrainedModel, *, without: Sequence[str] = (*SAVED_WITH, *LENT)) -> str:
+    """A hash of weights and configuration, ``without`` some of its fields."""
     config = json.loads(model.config.to_json_string())
-    facts = {name: value for name, value in config.items() if name not in SAVED_WITH}
-    facts |= dict.fromkeys(vars(model).get("lent_ids", ()))  # the folder has none
+    facts = {name: value for name, value in config.items() if name not in without}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name, tensor in model.state_dict().items():
         # Whole numbers: a sum of floats depends on how memory is aligned and how many threads add.
         digest.update(
             f"{name} {tensor.contiguous().view(BITS[tensor.itemsize]).sum(dtype=torch.int64).item()}".encode()
         )
-    return {
-        "name": model.config.name_or_path,
-        "parameters": model.num_parameters(),
-        "fingerprint": digest.hexdigest()[:16],
-    }
+    return digest.hexdigest()[:16]
 
 
 def _commit() -> str | None:

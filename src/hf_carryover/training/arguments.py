@@ -10,7 +10,7 @@ from transformers import IntervalStrategy, SchedulerType, TrainingArguments
 from hf_carryover.targets import default_dtype
 
 STAGES = ("baseline", "carryover", "control")
-# Settings of the library that our trainer does not read, and why.
+# Settings of the library that are refused, because our trainer does not read them or they would do harm, and why.
 OPTIMIZER, LOADER = "`matrix_optimizer` says which optimizer there is", "texts are drawn in the training process"
 BY_LENGTH = "texts of like length are drawn together"
 UNUSED = {

@@ -85,16 +85,14 @@ def _parse(line: str, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], w
     match row:
         case {"prompt_ids": [int(), *_] as prompt_ids, "answer_ids": [*answer_ids]}:
             return [Example(prompt_ids, answer_ids)]
-        case {"messages": [*messages]} if all(
-            isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
-        ):
+        case {"messages": [*messages]} if all(isinstance(message, dict) and "role" in message for message in messages):
             return answers_of(messages, tokenizer, where, ends=ends)
         case {"prompt": str(prompt), "answer": str(answer)}:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             return answers_of(turns, tokenizer, where, ends=ends)
         case _:
             raise ValueError(
-                "Expected `prompt_ids` and `answer_ids`, `messages` of `role` and `content`, or `prompt` and `answer` "
+                "Expected `prompt_ids` and `answer_ids`, `messages` with a `role` each, or `prompt` and `answer` "
                 f"in {where}, found "
                 f"{sorted(row) if isinstance(row, dict) else line[:60]!r}; let the target answer: `hf-carryover data`."
             )

@@ -1,6 +1,7 @@
 """What is asked for, and how far is it? Settings of `make_data`, and the file that grows batch by batch."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ def _setting(default: Any, help: str) -> Any:
 class DataArguments:
     """How texts are made; each field's help is what the command line shows."""
 
-    count: int = _setting(1000, "Texts to make; of prompts given, so many are answered.")
+    count: int = _setting(1000, "Texts to make; of prompts given, the first so many are asked.")
     batch_size: int = _setting(32, "Texts that are generated together.")
     max_new_tokens: int = _setting(320, "Tokens of an answer, at most.")
     max_prompt_tokens: int = _setting(256, "Tokens of an invented user turn, at most.")
@@ -40,7 +41,6 @@ class DataLog:
 
     Attributes:
         num_batches: Batches that are written.
-        num_taken: Prompts that they held, of those given.
         counts: Texts kept and dropped, by reason.
         fruitless: Batches in a row that kept nothing.
         prompts: Last turns of the texts that were in the file.
@@ -49,7 +49,7 @@ class DataLog:
     def __init__(self, out: Path, arguments: DataArguments, prompts: str, writer: str) -> None:
         self.out, self.progress = out, out.with_name(out.name + ".progress.json")
         self.settings = {**vars(arguments), "count": None, "prompts": prompts, "writer": writer}
-        self.num_batches, self.num_taken, self.fruitless = 0, 0, 0
+        self.num_batches, self.fruitless = 0, 0
         self.counts, self.seen, self.prompts = Counter[str](), set[str](), list[str]()
         if out.suffix == ".gz":
             raise ValueError(f"Expected a file that grows line by line, got {out}; leave .gz out, compress it after.")
@@ -63,10 +63,9 @@ class DataLog:
             raise ValueError(f"Expected {out} to be made with the same settings, found {saved['settings']}; "
                              "choose another file, or delete this one.")  # fmt: skip
         self.num_batches, self.counts = saved["batches"], Counter(saved["counts"])
-        self.num_taken = saved.get("taken", self.num_batches * arguments.batch_size)
         # Texts hold characters at which `splitlines` would split, too.
         written = out.read_text(encoding="utf-8")
-        lines = written.split("\n")[:-1][: self.counts["kept"]]
+        lines = [line for line in written.split("\n") if line][: self.counts["kept"]]
         if len(lines) < self.counts["kept"]:
             raise ValueError(f"Expected the {self.counts['kept']} texts written to {out}, found {len(lines)}; bring "
                              "them back, or delete the file.")  # fmt: skip
@@ -82,15 +81,22 @@ class DataLog:
         self.seen.add(key)
         return True
 
-    def add(self, rows: Sequence[dict[str, Any]], dropped: Counter[str], *, taken: int) -> None:
-        """Write a batch of ``taken`` prompts, then that it is written."""
+    @property
+    def num_taken(self) -> int:
+        """Prompts of finished batches: each was kept, or dropped for a reason."""
+        return self.counts.total()
+
+    def add(self, rows: Sequence[dict[str, Any]], dropped: Counter[str]) -> None:
+        """Write a batch, then that it is written."""
         with self.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self.num_batches, self.num_taken = self.num_batches + 1, self.num_taken + taken
+            file.flush()
+            os.fsync(file.fileno())
+        self.num_batches += 1
         self.fruitless = 0 if rows else self.fruitless + 1
         self.counts += dropped + Counter(kept=len(rows))
-        saved = {"settings": self.settings, "batches": self.num_batches, "taken": self.num_taken}
-        _replace(self.progress, json.dumps(saved | {"counts": self.counts}))
+        saved = {"settings": self.settings, "batches": self.num_batches, "counts": self.counts}
+        _replace(self.progress, json.dumps(saved))
 
 
 def _replace(path: Path, content: str) -> None:

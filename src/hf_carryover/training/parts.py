@@ -22,7 +22,8 @@ def spaced_layers(target: PreTrainedModel, count: int) -> list[int]:
 
 def context_length(target: PreTrainedModel) -> int | None:
     """Tokens that the target takes; None where its configuration does not say so."""
-    length: int | None = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config, name = target.config.get_text_config(decoder=True), "max_position_embeddings"
+    length: int | None = config.max_position_embeddings if name in {*config.to_dict(), *config.attribute_map} else None
     return length
 
 

@@ -46,14 +46,14 @@ def begin(out: Path, recipe: dict[str, Any], args: CarryoverTrainingArguments) -
                 _write(kept, now)
         return now
     begun: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-    before, after = (
-        side["recipe"] | side["arguments"] | {"data_sha256": side.get("data_sha256")}
-        for side in (begun, json.loads(json.dumps(now)))
-    )
+    before, after = (side["recipe"] | side["arguments"] for side in (begun, json.loads(json.dumps(now))))
     changed = [name for name in after if name not in FREE and before.get(name) != after[name]]
     if recipe["lora_rank"] is not None and begun["earlier"] != now["earlier"]:  # its weights are read again
         raise ValueError(f"Expected the drafter that the adapter in {out} was begun on, found another in "
                          f"{recipe['drafter']}; put it back, or choose another folder.")  # fmt: skip
+    if begun.get("data_sha256") != now["data_sha256"] and "data" not in changed:
+        raise ValueError(f"Expected in {texts} the texts that the training in {out} was begun with, found others; "
+                         "bring them back, or choose another folder.")  # fmt: skip
     if changed:
         told = ", ".join(f"{name} {after[name]!r} (begun with {before.get(name)!r})" for name in changed)
         raise ValueError(f"Expected the settings that the training in {out} was begun with, found {told}; "

@@ -105,7 +105,7 @@ def make_data(
                     continue
                 rows.append({"prompt": prompt[-1]["content"], "prompt_ids": prompt_ids, "answer_ids": found.ids,
                              "temperature": arguments.temperature, "finished": found.finished})  # fmt: skip
-            log.add(rows, dropped, taken=len(batch))
+            log.add(rows, dropped)
 
 
 def _as_turns(texts: Sequence[str]) -> list[Conversation]:

@@ -15,8 +15,10 @@ from hf_carryover.training.data import answers_of
 from hf_carryover.training.datalog import DataArguments
 from hf_carryover.training.selfchat import Answer
 
+REFUSED = "prompt that the server refused"
 
-@dataclass(frozen=True)
+
+@dataclass
 class ServerWriter:
     """Writes through an OpenAI-compatible server that runs the target, many requests at a time."""
 
@@ -25,6 +27,8 @@ class ServerWriter:
     tokenizer: PreTrainedTokenizerBase
     arguments: DataArguments
     ends: Sequence[int] = ()
+    has_answered: bool = False
+    refusal: str = ""
 
     @classmethod
     def of(cls, target: str, endpoint: str, model: str, arguments: DataArguments) -> "ServerWriter":
@@ -40,7 +44,12 @@ class ServerWriter:
     def answer(self, _: Sequence[list[int]], prompts: Sequence[Conversation], batch: int) -> list[Answer]:
         """Answers to prompts, given as messages; their ids come from rendering the whole conversation."""
         with ThreadPoolExecutor(self.arguments.batch_size) as pool:
-            return list(pool.map(self._ask, prompts, self._seeds(batch)))
+            answers = list(pool.map(self._ask, prompts, self._seeds(batch)))
+        if answers and not self.has_answered and all(answer.problem == REFUSED for answer in answers):
+            raise OSError(f"Expected answers of {self.endpoint}, but it refused all {len(answers)} prompts: "
+                          f"{self.refusal}; mend its settings, or the prompts.")  # fmt: skip
+        self.has_answered |= bool(answers)
+        return answers
 
     def _seeds(self, batch: int) -> Iterator[int]:
         first = self.arguments.seed * 1_000_003 + batch * self.arguments.batch_size
@@ -53,8 +62,9 @@ class ServerWriter:
                 prompt, model=self.model, max_tokens=self.arguments.max_new_tokens,
                 temperature=self.arguments.temperature, seed=seed,
             ).choices[0]  # fmt: skip
-        except BadRequestError:  # longer than its context, for one
-            return Answer([], False, "prompt that the server refused")
+        except BadRequestError as error:  # longer than its context, for one
+            self.refusal = f"{error} {error.response.text[:500]}"
+            return Answer([], False, REFUSED)
         except HTTPError as error:
             raise OSError(f"Expected an answer of {self.endpoint}, got: {error}. What was made is kept; start the "
                           "server, and the same command goes on.") from error  # fmt: skip
