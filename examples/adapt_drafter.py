@@ -64,7 +64,7 @@ def main() -> None:
     data = options.out / "data.jsonl"
     make_data(tokenizer, data, answer=writer.answer, prompts=learn, arguments=texts, console=console)
 
-    before = load_drafter(options.drafter, target=target, dtype=target.dtype)
+    before = load_drafter(options.drafter, target=target)
     result = options.out / "drafter"
     if not (result / "training.json").exists():
         recipe = RecipeArguments(target=options.target, data=str(data), drafter=options.drafter, lora_rank=16)

@@ -82,4 +82,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
 
     model, words = load_target(given.target)
-    measure(model, words, load_drafter(given.drafter, target=model, dtype=model.dtype))
+    measure(model, words, load_drafter(given.drafter, target=model))

@@ -186,6 +186,18 @@ def test_a_broken_evaluation_does_not_keep_a_drafter_from_loading(content, tmp_p
     assert "evaluation.json tells automatic draft lengths nothing" in caplog.text
 
 
+@pytest.mark.parametrize("public", [False, True])
+def test_a_drafter_computes_in_its_targets_type_unless_told(public, tmp_path):
+    """A checkpoint in bf16 beside a target in fp32, on a processor without bf16, would be many times slower."""
+    drafter = make_drafter().to(torch.bfloat16)
+    write_zlab_folder(tmp_path, drafter) if public else drafter.save_pretrained(tmp_path)
+
+    assert load_drafter(tmp_path, target=make_target()).dtype == torch.float32
+    assert load_drafter(tmp_path, target=make_target(), dtype="auto").dtype == torch.bfloat16
+    assert load_drafter(tmp_path, target=make_target(), dtype=torch.float64).dtype == torch.float64
+    assert load_drafter(tmp_path).dtype == torch.bfloat16
+
+
 def test_load_drafter_reads_both_formats(tmp_path):
     drafter = make_drafter("markov-gated")
     drafter.save_pretrained(tmp_path / "ours")

@@ -139,7 +139,7 @@ def test_copies_in_another_precision_are_compared_in_the_coarser_one(tmp_path):
     write_deepspec_folder(tmp_path, make_dspark(), target)
     edit_tensors(tmp_path, lambda t: t.update({name: x.bfloat16() for name, x in t.items()}))
 
-    assert load_dflash(tmp_path, target=target).dtype == torch.bfloat16
+    assert load_dflash(tmp_path, target=target, dtype="auto").dtype == torch.bfloat16
 
 
 def test_a_folder_without_copies_needs_no_target(tmp_path):

@@ -215,7 +215,7 @@ def main() -> None:
     """Load the target, then serve the page."""
     target, tokenizer = load_target(os.environ.get("SPACE_TARGET", "smollm2"))
     sources = drafter_sources()
-    drafters = {name: load_drafter(source, target=target, dtype=target.dtype) for name, source in sources.items()}
+    drafters = {name: load_drafter(source, target=target) for name, source in sources.items()}
     studio = Studio(target, tokenizer, drafters)
     for drafter in (None, *drafters.values()):
         studio.warm_up(drafter)

@@ -3,7 +3,7 @@
 import logging
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ PLACE = {"set": "all", "system": "carry-on", "temperature": 0.0}  # whose accept
 
 
 def load_drafter(
-    folder_or_hub_id: str | Path, *, target: PreTrainedModel | None = None, dtype: torch.dtype | None = None
+    folder_or_hub_id: str | Path,
+    *,
+    target: PreTrainedModel | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> CarryoverDrafterModel:
     """Load one of our drafters, or a public one; arguments and errors are those of `load_dflash`, less ``revision``.
 
@@ -63,7 +66,7 @@ def load_dflash(
     folder_or_hub_id: str | Path,
     *,
     target: PreTrainedModel | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
     revision: str | None = None,
 ) -> CarryoverDrafterModel:
     """Load a public DFlash or DSpark drafter as ours: z-lab's, DeepSpec's or one of the package speculators.
@@ -73,7 +76,7 @@ def load_dflash(
         target: The model that it drafts for; checked to fit. The drafter is put on its device and, where it names no
             special tokens, gets the target's, which Transformers' pipelines compare. Needed where the folder holds
             copies of the target's embedding or head: they must equal the target's own, and are dropped.
-        dtype: Of the drafter; None: the checkpoint's own.
+        dtype: Of the drafter; None: the target's, which is fastest; ``"auto"``, or no target: the checkpoint's.
         revision: Branch, tag or commit of the Hub repository.
 
     Returns:
@@ -100,7 +103,7 @@ def build_drafter(
     folder: Path,
     *,
     target: PreTrainedModel | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Literal["auto"] | None,
 ) -> CarryoverDrafterModel:
     """The drafter of a configuration and a folder's tensors, which must be exactly its own (and the target's)."""
     with torch.device("meta"):
@@ -118,7 +121,9 @@ def build_drafter(
             f"{ids.tolist()[:8]}, ...; make the drafter again."
         )
     # Not `.to(dtype)`: the rotary table stays in fp32, as when one of our own folders is loaded.
-    dtype = dtype or tensors["fc.weight"].dtype
+    if dtype is None and target is not None:
+        dtype = target.dtype
+    dtype = tensors["fc.weight"].dtype if dtype in (None, "auto") else dtype
     drafter = CarryoverDrafterModel.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
     if target is not None:
         drafter.to(target.device)

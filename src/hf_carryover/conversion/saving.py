@@ -54,7 +54,7 @@ def convert_drafter(
     if to not in FORMATS:
         raise ValueError(f"Expected a format among {', '.join(FORMATS)}, got {to!r}; choose one of them.")
     refuse_existing(out)
-    drafter = load_drafter(source, target=target, dtype=dtype)
+    drafter = load_drafter(source, target=target, dtype=dtype or "auto")
     drafter = drafter if token_ids is None else restrict_vocabulary(drafter, token_ids)
     with new_folder(out) as folder:
         if to == "carryover":
