@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_carryover import CarryoverDrafterModel, load_drafter, load_target
+from hf_carryover.chat import encode_prompt
 from hf_carryover.evaluation.acceptance import summarize_acceptance, summarize_difference
 from hf_carryover.evaluation.runs import System, decoding_options, drafting, run
 from hf_carryover.evaluation.speed import run_in_turn, summarize_ratio, warm_up
 from hf_carryover.evaluation.tables import number
-from hf_carryover.prompts import encode_prompt, evenly_spaced, read_prompts
+from hf_carryover.prompts import evenly_spaced, read_prompts
 
 LONG_TEXT = 256  # new tokens with a drafter of random weights
 

@@ -189,3 +189,7 @@ class Letters:
 class Encoding(dict):
     def to(self, device):
         return self
+
+    @property
+    def input_ids(self):
+        return self["input_ids"]

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_carryover.prompts import encode_prompt, evenly_spaced, read_prompts
-from tests.evaluation_fakes import make_tokenizer
+from hf_carryover.prompts import evenly_spaced, read_prompts
 
 
 def user(text):
@@ -65,18 +64,6 @@ def test_fewer_prompts_are_evenly_spaced(count, expected):
     assert evenly_spaced(range(10), count) == expected
 
 
-def test_chat_template_is_applied_unless_raw():
-    tokenizer = make_tokenizer()
-
-    assert encode_prompt(user("3 4"), tokenizer).tolist() == [[59, 3, 4]]
-    assert encode_prompt(user("3 4"), tokenizer, raw=True).tolist() == [[3, 4]]
-
-
-def test_a_tokenizer_without_chat_template_is_named():
-    with pytest.raises(ValueError, match="chat template, found none; use --raw"):
-        encode_prompt(user("3 4"), make_tokenizer(chat=False))
-
-
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
@@ -91,6 +78,12 @@ def test_a_tokenizer_without_chat_template_is_named():
         pytest.param([{"prompt": 3}], "Expected text in `prompt` of line 1 of .*, found '3'", id="a-number"),
         pytest.param([{"prompt": " "}], "Expected text in `prompt` of line 1 of .*, found ' '", id="blank"),
         pytest.param([{"turns": []}], r"Expected text in `turns` of line 1 of .*, found '\[\]'", id="no-turn"),
+        pytest.param(
+            [{"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}],
+            "Expected text in `messages`",
+            id="no-role",
+        ),
+        pytest.param([{"messages": [{"role": "user", "content": "a"}, 3]}], "text in `messages`", id="no-message"),
         pytest.param(
             [{"messages": [{"role": "assistant", "content": "a"}]}], "Expected text in `messages`", id="answer-first"
         ),

@@ -259,7 +259,17 @@ def test_an_anchor_whose_round_reaches_the_end_has_no_next_one():
     assert following[0].tolist() == [18, NO_ANCHOR, NO_ANCHOR, NO_ANCHOR]
 
 
-def test_attention_mass_is_a_share_and_none_without_rejected_rows(rehearsal):
+def test_attention_mass_is_what_falls_on_rejected_rows(rehearsal, monkeypatch):
+    """Keys are the text's rows, the rejected ones, the blocks; the one at place i gets a share in proportion to i."""
+    for layer in rehearsal.drafter.layers:
+        attend = layer.self_attn.forward
+
+        def uneven(block, memory, attend=attend, **kwargs):
+            output, shown = attend(block, memory, **kwargs)
+            shares = torch.arange(1.0, 1 + shown.shape[-1]) if shown is not None else torch.ones(1)
+            return output, (shares / shares.sum()).expand(1, 4, block.shape[1], -1)
+
+        monkeypatch.setattr(layer.self_attn, "forward", uneven)
     texts = texts_of(random_text(24))
     reading, anchors = rehearsal.read(texts), torch.tensor([[9, 12]])
     drafts = (texts.input_ids[:, 10:14][:, None].expand(-1, 2, -1) + 1) % MASK
@@ -272,7 +282,9 @@ def test_attention_mass_is_a_share_and_none_without_rejected_rows(rehearsal):
         texts, reading, following, rejected._replace(is_rejected=torch.zeros_like(rejected.is_rejected))
     )
 
-    assert 0 < mass < 1
+    text, branches, blocks = 24, rejected.is_rejected.numel(), 2 * rehearsal.drafter.config.block_size
+    on_rejected = sum(range(text + 1, text + branches + 1)) / sum(range(1, text + branches + blocks + 1))
+    assert mass == pytest.approx(on_rejected)
     assert none == 0
     assert rehearsal.drafter.config._attn_implementation == "sdpa"
 

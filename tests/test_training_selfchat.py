@@ -9,8 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from hf_carryover import cli
+from hf_carryover.chat import render
 from hf_carryover.targets import load_target
-from hf_carryover.training.data import read_examples, render
+from hf_carryover.training.data import read_examples
 from hf_carryover.training.datalog import DataArguments
 from hf_carryover.training.selfchat import (
     Answer,

@@ -8,11 +8,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from hf_carryover.chat import Conversation
 
 COLUMNS = ("turns", "prompt", "messages")
-Conversation = list[dict[str, str]]
 Item = TypeVar("Item")
 
 
@@ -55,19 +53,6 @@ def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def encode_prompt(prompt: Conversation, tokenizer: PreTrainedTokenizerBase, *, raw: bool = False) -> Tensor:
-    """Ids of a prompt, ``[1, T]``: in the chat template up to where the answer starts, or bare if raw."""
-    if raw:
-        return tokenizer("\n\n".join(message["content"] for message in prompt), return_tensors="pt").input_ids
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "Expected a tokenizer with a chat template, found none; use --raw to feed prompts as they are."
-        )
-    return tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
-
-
 def _read_file(path: Path) -> list[Conversation]:
     try:
         lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if line.strip()]
@@ -83,18 +68,16 @@ def _parse(line: str, where: str) -> Conversation:
         row = json.loads(line)
     except ValueError:
         row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"Expected one JSON object in {where}, found {line[:60]!r}; mend or remove it.")
-    return _conversation(row, where)
+    if isinstance(row, dict):
+        return _conversation(row, where)
+    raise ValueError(f"Expected one JSON object in {where}, found {line[:60]!r}; mend or remove it.")
 
 
 def _read_data_set(name: str, config: str, split: str) -> list[Conversation]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise ImportError(
-            f"Reading the data set {name} needs a package that is missing; pip install datasets."
-        ) from error
+        raise ImportError(f"Reading the data set {name} needs a package; pip install datasets.") from error
     try:
         splits: Mapping[str, Iterable[dict[str, Any]]] = datasets.load_dataset(name, config or None)
     except (OSError, ValueError) as error:
@@ -111,9 +94,13 @@ def _conversation(row: dict[str, Any], where: str) -> Conversation:
     match next(((column, row[column]) for column in COLUMNS if column in row), None):
         case ("turns", [str(text), *_]) | ("prompt", str(text)) if text.strip():
             return [{"role": "user", "content": text}]
-        case ("messages", [{"role": "system" | "user", "content": str()}, *_] as messages):
-            return list(takewhile(lambda message: message["role"] != "assistant", messages))
+        case ("messages", [{"role": "system" | "user", "content": str()}, *_] as turns) if all(map(_is_turn, turns)):
+            return list(takewhile(lambda turn: turn["role"] != "assistant", turns))
         case None:
             raise ValueError(f"Expected `turns`, `prompt` or `messages` in {where}, found {sorted(row)}; rename one.")
         case (column, value):
             raise ValueError(f"Expected text in `{column}` of {where}, found {str(value)[:60]!r}; mend or remove it.")
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and "content" in turn

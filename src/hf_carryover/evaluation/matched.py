@@ -1,5 +1,7 @@
 """What do carried rows say? Every round drafted again without them, at the same anchor and from the same memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -139,22 +141,26 @@ def _without_carried(kwargs: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _attention_mass(drafter: CarryoverDrafterModel, kwargs: dict[str, Any]) -> float:
-    """Run a pass with an attention that shows its probabilities, and return the mean mass on carried rows."""
-    num_slots, num_carried = kwargs["noise_embeds"].shape[1], kwargs["num_carried"]
-    masses: list[Tensor] = []
-
-    def read(module: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG001
-        on_carried = output[1][..., -num_slots - num_carried : -num_slots]  # [1, H, B, R]
-        masses.append(on_carried.sum(dim=-1).mean())
-
-    hooks = [layer.get_submodule("self_attn").register_forward_hook(read) for layer in drafter.layers]
+@contextmanager
+def attention_probabilities(drafter: CarryoverDrafterModel) -> Iterator[list[Tensor]]:
+    """Attend by the eager kernel, which shows its probabilities: of each layer's passes, ``[N, H, B, keys]``."""
+    shown: list[Tensor] = []
+    layers = [layer.get_submodule("self_attn") for layer in drafter.layers]
+    hooks = [layer.register_forward_hook(lambda *passed: shown.append(passed[2][1])) for layer in layers]
     implementation = drafter.config._attn_implementation
     drafter.set_attn_implementation("eager")
     try:
-        drafter.forward(**kwargs)
+        yield shown
     finally:
         drafter.set_attn_implementation(implementation)
         for hook in hooks:
             hook.remove()
-    return torch.stack(masses).mean().item()
+
+
+def _attention_mass(drafter: CarryoverDrafterModel, kwargs: dict[str, Any]) -> float:
+    """Mean mass of a pass's attention on carried rows."""
+    num_slots, num_carried = kwargs["noise_embeds"].shape[1], kwargs["num_carried"]
+    with attention_probabilities(drafter) as shown:
+        drafter.forward(**kwargs)
+    on_carried = [layer[..., -num_slots - num_carried : -num_slots].sum(dim=-1) for layer in shown]  # each [1, H, B]
+    return torch.stack(on_carried).mean().item()

@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_carryover.chat import encode_prompt
+from hf_carryover.evaluation.acceptance import FEWEST
 from hf_carryover.evaluation.summary import POOLED
 from hf_carryover.evaluation.visits import Step
-from hf_carryover.prompts import PromptSet, encode_prompt, evenly_spaced, read_prompts
+from hf_carryover.prompts import PromptSet, evenly_spaced, read_prompts
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -80,7 +82,8 @@ def _plan_set(
     notes: list[str],
 ) -> list[Step]:
     """A set's steps for every temperature; prompts that are too long are left out, with a note."""
-    name, room = prompt_set.name, _context_length(target, tokenizer) - arguments.max_new_tokens
+    name, length = prompt_set.name, context_length(target) or tokenizer.model_max_length
+    room = length - arguments.max_new_tokens
     steps: list[Step] = []
     counts = list(arguments.prompts_per_set) * (len(arguments.temperatures) // len(arguments.prompts_per_set))
     for temperature, count in zip(arguments.temperatures, counts, strict=True):
@@ -98,14 +101,16 @@ def _plan_set(
             Step(name, i, ids, temperature, i in timed, arguments.max_new_tokens, arguments.repeats, arguments.seed)
             for i, ids in enumerate(fitting)
         ]
-        if len(fitting) == 1:
-            notes.append(f"`{name}` has one prompt, which gives no interval; take more.")
+        for what, found in (("prompts", len(fitting)), ("timed prompts", len(timed))):
+            if found < FEWEST:
+                notes.append(f"Temperature {temperature:g}: a set has {found} {what}; an interval takes {FEWEST}.")
     if not steps:
         raise ValueError(f"Expected a prompt of at most {room} tokens in `{name}`, found none; shorten them.")
     return steps
 
 
-def _context_length(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that the target takes; its tokenizer knows it where the configuration has another name for it."""
-    length: int = target.config.get_text_config().to_dict().get("max_position_embeddings", tokenizer.model_max_length)
+def context_length(target: PreTrainedModel) -> int | None:
+    """Tokens that the target takes; None where its configuration does not say so."""
+    config, name = target.config.get_text_config(decoder=True), "max_position_embeddings"
+    length: int | None = config.max_position_embeddings if name in {*config.to_dict(), *config.attribute_map} else None
     return length

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_carryover.chat import render
 from hf_carryover.training.masks import NO_ANCHOR
 
 
@@ -119,17 +119,6 @@ def answers_of(
         stops = [i for i, token in enumerate(answer) if token in {tokenizer.eos_token_id, *ends}]
         examples.append(Example(start, answer[: stops[-1] + 1] if stops else answer))
     return examples
-
-
-def render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
-    """Ids of a conversation in the chat template; ValueError if the template does not take it."""
-    try:
-        given = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    except TemplateError as error:
-        roles = [message["role"] for message in messages]
-        raise ValueError(f"Expected turns that the target's chat template takes, found {roles}: {error}.") from error
-    ids: list[int] = given["input_ids"]
-    return ids
 
 
 class Draw(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_carryover.prompts import Conversation
+from hf_carryover.chat import Conversation
 
 
 def _setting(default: Any, help: str) -> Any:

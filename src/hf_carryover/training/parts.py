@@ -20,13 +20,6 @@ def spaced_layers(target: PreTrainedModel, count: int) -> list[int]:
     return sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)})
 
 
-def context_length(target: PreTrainedModel) -> int | None:
-    """Tokens that the target takes; None where its configuration does not say so."""
-    config, name = target.config.get_text_config(decoder=True), "max_position_embeddings"
-    length: int | None = config.max_position_embeddings if name in {*config.to_dict(), *config.attribute_map} else None
-    return length
-
-
 def unused_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The last special token that neither ends, begins nor pads text, nor stands in the chat template."""
     known = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}

@@ -1,4 +1,4 @@
-"""From a bare target to a drafter folder: what to start from, what to learn, and the record of how it was made."""
+"""How does a bare target get a drafter? What to start from, what to learn, and the record of how it was made."""
 
 import logging
 import sys
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState,
 from hf_carryover.configuration_carryover import CarryoverDrafterConfig
 from hf_carryover.conversion import load_drafter, restrict_vocabulary
 from hf_carryover.decoding import check_pair
+from hf_carryover.evaluation.plan import context_length
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.targets import load_target
 from hf_carryover.training.adapter import adapter_of
@@ -23,7 +24,7 @@ from hf_carryover.training.checks import check_parts, check_texts
 from hf_carryover.training.data import Example, end_tokens, most_used_tokens, read_examples
 from hf_carryover.training.interruption import Interruption, MarkComplete, last_checkpoint, saving, steps_made
 from hf_carryover.training.memory import estimate_memory
-from hf_carryover.training.parts import context_length, plain_rope, sizes_of, spaced_layers, unused_token
+from hf_carryover.training.parts import plain_rope, sizes_of, spaced_layers, unused_token
 from hf_carryover.training.record import RECORD, begin, finish
 from hf_carryover.training.trainer import CarryoverTrainer
 

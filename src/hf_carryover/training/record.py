@@ -66,6 +66,7 @@ def finish(out: Path, begun: dict[str, Any], trainer: "CarryoverTrainer", droppe
     state = trainer.state
     record = {
         "command": shlex.join(sys.argv),
+        "target": trainer.rehearsal.target.config.name_or_path,
         "recipe": begun["recipe"],
         "arguments": begun["arguments"],
         "data_sha256": begun["data_sha256"],

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_carryover.evaluation.matched import attention_probabilities
+from hf_carryover.evaluation.runs import System, decoding_options, switched
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 from hf_carryover.training.masks import NO_ANCHOR, Rejected, Texts, block_masks, branch_masks
 
@@ -178,43 +180,28 @@ class Rehearsal:
         """
         first = Texts(*(part[:1] for part in texts))
         read = Reading(reading.features[:1], reading.last_hidden[:1], reading.cache)
-        branches, masses = Rejected(*(part[:1] for part in rejected)), []
+        branches = Rejected(*(part[:1] for part in rejected))
         num_memory, num_branch = read.features.shape[1], branches.is_rejected.numel()
         carries = ((anchors[0] >= 0) & branches.is_rejected[0].any(-1)).repeat_interleave(
             self.drafter.config.block_size
         )
-
-        def look(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG001
-            on_rejected = output[1][..., num_memory : num_memory + num_branch].sum(-1)  # [1, H, M B]
-            masses.append(on_rejected[..., carries].mean())
-
-        hooks = [layer.get_submodule("self_attn").register_forward_hook(look) for layer in self.drafter.layers]
-        implementation = self.drafter.config._attn_implementation
-        self.drafter.set_attn_implementation("eager")
-        try:
+        if not carries.any():
+            return 0.0
+        with attention_probabilities(self.drafter) as shown:
             self.draft(first, read, anchors[:1], branches, forward=forward)
-        finally:
-            self.drafter.set_attn_implementation(implementation)
-            for hook in hooks:
-                hook.remove()
-        return torch.stack(masses).mean().item() if carries.any() else 0.0
+        on_rejected = [layer[..., num_memory : num_memory + num_branch].sum(-1) for layer in shown]  # each [1, H, M B]
+        return torch.stack(on_rejected)[..., carries].mean().item()
 
     def accepted_length(self, prompts: Sequence[list[int]], *, carry: bool, max_new_tokens: int) -> float:
         """Tokens a round of real rounds with all drafts after prompts, greedy."""
-        before = self.drafter._carry_enabled, self.drafter.draft_length
-        self.drafter._carry_enabled, self.drafter.draft_length = carry, None
-        tokens, rounds = 0, 0
-        try:
+        system = System("", {"assistant_model": self.drafter}, self.drafter, carry=carry)
+        decoding, tokens, rounds = decoding_options(0.0, max_new_tokens), 0, 0
+        with switched(system):
             for prompt in prompts:
                 ids = torch.tensor([prompt], device=self.target.device)
-                self.target.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=self.drafter,
-                    do_sample=False, max_new_tokens=max_new_tokens,
-                )  # fmt: skip
+                self.target.generate(ids, attention_mask=torch.ones_like(ids), **decoding, **system.options)
                 stats = self.drafter.last_stats
                 tokens, rounds = tokens + stats.num_tokens, rounds + len(stats.rounds)
-        finally:
-            self.drafter._carry_enabled, self.drafter.draft_length = before
         return tokens / max(rounds, 1)
 
     def next_anchors(self, texts: Texts, anchors: Tensor, num_accepted: Tensor) -> Tensor:

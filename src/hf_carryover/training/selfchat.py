@@ -13,8 +13,8 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_carryover.prompts import Conversation, read_prompts
-from hf_carryover.training.data import render
+from hf_carryover.chat import Conversation, render
+from hf_carryover.prompts import read_prompts
 from hf_carryover.training.datalog import DataArguments, DataLog
 
 # Under these the target invents user turns; each pulls towards another kind of text.

@@ -9,7 +9,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import BadRequestError, HTTPError  # type: ignore[attr-defined]
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from hf_carryover.prompts import Conversation
+from hf_carryover.chat import Conversation
 from hf_carryover.targets import target_source
 from hf_carryover.training.data import answers_of
 from hf_carryover.training.datalog import DataArguments

@@ -34,7 +34,7 @@ class CarryoverTrainer(Trainer):
 
     Args:
         drafter: The drafter, or a PEFT adapter around one: then the adapter is trained, and the carry embedding.
-        target: The frozen target; its embedding and head serve the drafter.
+        target: Its embedding and head serve the drafter. It is frozen, and stays so: in eval mode, without gradients.
         args: What and how.
         examples: Texts to train on.
         validation: Texts to validate with; None, with ``eval_strategy="no"``: no validation.
