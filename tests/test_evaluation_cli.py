@@ -1,9 +1,10 @@
 import sys
+from dataclasses import fields
 
 import pytest
 
 from hf_carryover import cli, evaluation
-from hf_carryover.evaluation import plots
+from hf_carryover.evaluation import EvaluationArguments, plots
 from tests.evaluation_fakes import make_tokenizer, write_prompts
 from tests.fakes import make_drafter, make_target
 
@@ -99,6 +100,8 @@ def test_inexact_text_exits_non_zero(command, prompts, monkeypatch, capsys):
 
 def test_help_shows_each_setting_with_its_default(command, capsys):
     assert command("--help") == 0
-    shown = capsys.readouterr().out
-    assert "--prompts-per-set" in shown
-    assert "--temperatures" in shown
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for field in fields(EvaluationArguments):
+        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+        assert f"--{field.name.replace('_', '-')}" in shown
+        assert f"[default: ({default})]" in shown, field.name

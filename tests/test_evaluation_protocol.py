@@ -1,12 +1,15 @@
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import BloomConfig, GPT2Config
 
-from hf_carryover.evaluation import EvaluationArguments, evaluate, plots, problems, protocol
+from hf_carryover.evaluation import EvaluationArguments, evaluate, machine, plots, problems, protocol, visits
+from hf_carryover.evaluation.plan import context_length
 from tests.evaluation_fakes import make_tokenizer, write_prompts
 from tests.fakes import make_drafter, make_target
 
@@ -136,6 +139,67 @@ def test_another_draft_length_does_not_reuse_what_is_left(tmp_path, models, thre
     assert (visited.numbers, summary["models"]["drafter"]["drafts_a_round"]) == ([0, 1], 2)
 
 
+def test_timed_visits_start_with_each_system_in_turn_at_every_temperature(tmp_path, models, monkeypatch):
+    prompts = write_prompts(tmp_path / "many.jsonl", [f"{i} 2 3" for i in range(1, 17)])
+    starts, original = {0.0: [], 1.0: []}, visits.run_in_turn
+
+    def run_in_turn(systems, target, ids, **options):
+        order = original(systems, target, ids, **options)
+        if any(system.name == "lookup" for system in systems):  # a timed visit has all
+            starts[options.get("temperature", 0.0)].append(next(iter(order)))
+        return order
+
+    monkeypatch.setattr(visits, "run_in_turn", run_in_turn)
+    measure(
+        models, [prompts], tmp_path / "out",
+        temperatures=(0.0, 1.0), prompts_per_set=(16, 8), timed_per_set=8, draft_lengths=(1, 2), max_new_tokens=2,
+    )  # fmt: skip
+
+    assert [len(found) for found in starts.values()] == [8, 8]
+    assert [len(set(found)) for found in starts.values()] == [8, 8]  # of eight systems
+
+
+def test_another_generation_config_or_code_does_not_reuse_what_is_left(
+    tmp_path, models, three_prompts, visited, monkeypatch
+):
+    interrupt(visited, models, [three_prompts], tmp_path)
+    models[0].generation_config.suppress_tokens = [5]
+    measure(models, [three_prompts], tmp_path)
+    assert visited.numbers == [0, 1]
+
+    visited.numbers.clear()
+    monkeypatch.setattr(machine, "_source", lambda: "other")
+    measure(models, [three_prompts], tmp_path)
+
+    assert visited.numbers == [0, 1]
+
+
+def test_the_context_is_known_by_its_older_names(models):
+    target = SimpleNamespace(config=GPT2Config(n_positions=64))
+
+    assert context_length(target) == 64
+    assert context_length(SimpleNamespace(config=BloomConfig())) is None  # it has no positions
+
+
+def test_nothing_is_called_exact_where_no_text_was_compared(tmp_path, models, three_prompts):
+    summary = measure(models, [three_prompts], tmp_path, temperatures=(1.0,))
+
+    assert summary["exactness"]["passed"] is None
+    assert problems(summary) == []
+    assert "Not checked: of 0 greedy texts" in (tmp_path / "report.md").read_text()
+
+
+def test_a_set_whose_turns_the_template_refuses_fails_alone(tmp_path, models, three_prompts):
+    models[1].chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}59"
+    told = tmp_path / "told.jsonl"
+    told.write_text(json.dumps({"messages": [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]}))
+
+    summary = measure(models, [told, three_prompts], tmp_path / "out")
+
+    assert list(summary["failed_sets"]) == [str(told)]
+    assert "template takes, found ['system', 'user']: no system" in summary["failed_sets"][str(told)]
+
+
 def test_sets_that_fail_are_told_in_a_sentence_and_the_others_run(tmp_path, models, three_prompts):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "odd.jsonl").write_text('{"text": "1 2"}\n')
@@ -181,7 +245,7 @@ def test_a_prompt_that_is_too_long_is_left_out_with_a_note(tmp_path, models):
 
     summary = measure(models, [path], tmp_path, prompts_per_set=(3,))
 
-    assert summary["notes"] == [
+    assert summary["notes"][:1] == [
         "A prompt of `mixed` is left out: it has 601 tokens, but the target's context has room for 508 beside 4 new "
         "ones; shorten it or ask for fewer."
     ]
@@ -194,7 +258,7 @@ def test_a_drafter_that_was_not_trained_to_carry_has_a_note(tmp_path, models, th
 
     summary = measure(models, [three_prompts], tmp_path)
 
-    assert summary["notes"] == [
+    assert summary["notes"][-1:] == [
         "The carry embedding is zero: the drafter was not trained to read the rows that carry-on shows it."
     ]
 

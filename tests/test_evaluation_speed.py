@@ -36,12 +36,12 @@ def test_order_rotates_so_that_each_system_runs_in_every_place_once(monkeypatch)
 
 
 def test_speed_is_the_median_over_prompts_of_each_prompts_median_ratio():
-    plain = [[timed(4.0), timed(9.0), timed(4.0)], [timed(10.0)] * 3, [timed(1.0)] * 3]
-    system = [[timed(2.0), timed(1.0), timed(1.0)], [timed(2.0)] * 3, [timed(1.0)] * 3]  # ratios 2 9 4; 5; 1
+    plain = [[timed(4.0), timed(9.0), timed(4.0)], *[[timed(10.0)] * 3] * 4, *[[timed(1.0)] * 3] * 4]
+    system = [[timed(2.0), timed(1.0), timed(1.0)], *[[timed(2.0)] * 3] * 4, *[[timed(1.0)] * 3] * 4]  # 2 9 4; 5; 1
 
     found = summarize_ratio(system, plain)
 
-    assert (found["prompts"], found["ratio"]) == (3, 4.0)
+    assert (found["prompts"], found["ratio"]) == (9, 4.0)
     assert found["interval"] == [1.0, 5.0]
 
 

@@ -12,6 +12,8 @@ from hf_carryover.evaluation.runs import Run
 Rows = NDArray[np.float64]
 RESAMPLES = 4000
 RESAMPLING_SEED = 0
+# Prompts that an interval takes. A bootstrap's is too narrow for few: of two it covers the truth in half of all cases.
+FEWEST = 8
 
 
 def bootstrap_interval(rows: Rows, statistic: Callable[[Rows], Rows]) -> list[float] | None:
@@ -22,9 +24,9 @@ def bootstrap_interval(rows: Rows, statistic: Callable[[Rows], Rows]) -> list[fl
         statistic: Maps rows ``[..., N, C]`` to values ``[...]``.
 
     Returns:
-        Low and high end; None for fewer than two prompts, which say nothing about other prompts.
+        Low and high end; None for fewer prompts than `FEWEST`, which say too little about others.
     """
-    if len(rows) < 2:
+    if len(rows) < FEWEST:
         return None
     draws = np.random.default_rng(RESAMPLING_SEED).integers(len(rows), size=(RESAMPLES, len(rows)))
     return np.percentile(statistic(rows[draws]), [2.5, 97.5]).tolist()

@@ -37,6 +37,7 @@ def describe_machine(target: PreTrainedModel) -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
         "commit": _commit(),
+        "source_sha256": _source(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
@@ -47,9 +48,10 @@ def describe_machine(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Name, size, and a fingerprint of configuration and weights, which a name alone does not pin down."""
+    """Name, number type, size, and a fingerprint of configuration and weights, which a name does not pin down."""
     return {
         "name": model.config.name_or_path,
+        "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": model.num_parameters(),
         "fingerprint": fingerprint(model),
     }
@@ -73,6 +75,12 @@ def _commit() -> str | None:
     if shutil.which("git") is None or not _git("ls-files", __file__):
         return None
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _source() -> str:
+    """A hash of this package's own code, which neither a version nor a commit pins down."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def _git(*arguments: str) -> str:

@@ -1,5 +1,6 @@
 """How is a drafter measured? Set by set and prompt by prompt, every system in turn, kept on disk as it goes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +52,7 @@ def evaluate(
         console: Where progress is shown; None: nowhere.
 
     Returns:
-        The content of evaluation.json; ``["exactness"]["passed"]`` says whether the text was the target's own.
+        The content of evaluation.json; ``["exactness"]["passed"]`` says whether greedy texts were the target's own.
 
     Raises:
         ValueError: A drafter does not fit the target, or no set can be measured.
@@ -76,16 +77,17 @@ def evaluate(
         )
     if failed and console is not None:  # now, not after an hour
         console.print(f"Not measured: {' '.join(failed.values())}", style="red", markup=False)
-    models = {"target": describe_model(target)}
+    models = {"target": describe_model(target) | {"generation_config": target.generation_config.to_diff_dict()}}
     for name, model in drafters.items():
-        models[name] = describe_model(model) | {"drafts_a_round": longest_draft(model)}
+        models[name] = describe_model(model) | {"drafts_a_round": longest_draft(model), "timings": model.timings}
     facts = describe_machine(target) | {"models": models, "draft_lengths": list(arguments.draft_lengths)}
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     log = VisitLog(out / VISITS_FILE, facts)
     systems = systems_for(target, drafter, control, arguments.draft_lengths)
     visits = run_steps(steps, systems, target, log, console)
-    summary = describe_call() | facts | {"arguments": asdict(arguments), "failed_sets": failed, "notes": notes}
+    summary = describe_call() | facts | {"acceptance_prior": drafter.acceptance_prior, "arguments": asdict(arguments)}
+    summary |= {"failed_sets": failed, "notes": notes}
     summary |= summarize(visits)
     write_report(summary, out)
     draw_plots(summary, out)
@@ -111,9 +113,12 @@ def run_steps(
         progress.refresh()
         for first in {step.temperature: step for step in reversed(missing)}.values():
             warm_up(systems, target, first.prompt, **first.decoding)
-        for turn, step in enumerate(missing):
-            progress.update(task, description=step.set, refresh=True)
-            log[step] = visit(step, systems, target, turn=turn * step.repeats)
-            progress.advance(task)
+        turns: Counter[float] = Counter()  # timed runs of each system so far: the order rotates over these alone
+        for step in steps:
+            if step not in log:
+                progress.update(task, description=step.set, refresh=True)
+                log[step] = visit(step, systems, target, turn=turns[step.temperature])
+                progress.advance(task)
+            turns[step.temperature] += step.timed * step.repeats
         progress.refresh()
     return [log[step] for step in steps]

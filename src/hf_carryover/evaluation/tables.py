@@ -59,9 +59,10 @@ def image(name: str, temperature: float) -> str:
     return f"![{name.replace('_', ' ')}]({plot_file(name, temperature)})"
 
 
-def number(value: float, interval: list[float] | None, sign: str = "") -> str:
+def number(value: float, interval: list[float] | None, sign: str = "", digits: int = 3) -> str:
     """A value and its interval, if it has one."""
-    return f"{value:{sign}.3f}" + (f" [{interval[0]:{sign}.3f}, {interval[1]:{sign}.3f}]" if interval else "")
+    shown = [f"{x:{sign}.{digits}f}" for x in (value, *(interval or ()))]
+    return shown[0] + (f" [{shown[1]}, {shown[2]}]" if interval else "")
 
 
 def ratio_cell(found: dict[str, Any]) -> str:
