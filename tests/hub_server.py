@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         elif name in self.hub.repositories:
             self.answer({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, 409)
         else:
-            self.hub.repositories[name] = Repository(private=bool(wanted.get("private")))
+            self.hub.repositories[name] = Repository(private=wanted.get("visibility", "public") == "private")
             self.hub.commit(name, {".gitattributes": b"*.safetensors filter=lfs\n"})
             self.answer({"url": f"{self.hub.url}/{name}", "id": name, "name": name})
 

@@ -58,9 +58,10 @@ def load(name: str) -> dict:
         return {"error": " ".join(str(error).split())}
 
 
-def push(folder: str, name: str) -> dict:
-    make_drafter().save_pretrained(folder)
-    return {"push": command("push", folder, name)}
+def push(folder: str, *words: str) -> dict:
+    if not Path(folder).exists():
+        make_drafter().save_pretrained(folder)
+    return {"push": command("push", folder, *words)}
 
 
 if __name__ == "__main__":

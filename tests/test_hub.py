@@ -5,9 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_carryover import cli
 from tests.hub_server import TOKEN, Hub
 
 pytestmark = pytest.mark.slow
@@ -108,6 +106,7 @@ def test_an_interrupted_upload_changes_nothing_and_can_be_repeated(hub, home, tm
     repeated = user(hub, home, "push", tmp_path / "b", "owner/cut")["push"]
 
     assert failed[0] == 1
+    assert "Expected owner/cut to take the upload, got: " in failed[1]
     assert unchanged
     assert repeated[0] == 0
 
@@ -115,7 +114,19 @@ def test_an_interrupted_upload_changes_nothing_and_can_be_repeated(hub, home, tm
 def test_a_folder_that_is_no_drafter_is_not_pushed(hub, home, tmp_path):
     (tmp_path / "config.json").write_text("{}")
 
-    result = CliRunner().invoke(cli.app, ["push", str(tmp_path), "owner/none"])
-
-    assert result.exit_code != 0
+    assert user(hub, home, "push", tmp_path, "owner/none")["push"][0] == 1
     assert "owner/none" not in hub.repositories
+
+
+def test_a_private_push_does_not_go_to_a_public_repository(hub, home, tmp_path):
+    new = user(hub, home, "push", tmp_path / "a", "owner/secret", "--private")["push"]
+    user(hub, home, "push", tmp_path / "a", "owner/open")
+    before = list(hub.repositories["owner/open"].commits)
+
+    refused = user(hub, home, "push", tmp_path / "b", "owner/open", "--private")["push"]
+
+    assert new[0] == 0
+    assert hub.repositories["owner/secret"].private
+    assert refused[0] == 1
+    assert "Expected owner/open to be private, found it public" in refused[1]
+    assert hub.repositories["owner/open"].commits == before

@@ -1,4 +1,4 @@
-"""Carryover Drafting for Hugging Face Transformers: the same text, faster."""
+"""Carryover Drafting for Hugging Face Transformers: what the target computed for rejected guesses helps the next."""
 
 from hf_carryover.acceptance import DraftStats, Round
 from hf_carryover.cache_carryover import CarryoverCache

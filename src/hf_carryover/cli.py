@@ -31,7 +31,7 @@ TokensOption = Annotated[int, typer.Option(min=1, help="Most new tokens of an an
 
 @app.callback()
 def about() -> None:
-    """Carryover Drafting for Hugging Face Transformers: the same text, faster."""
+    """Carryover Drafting for Hugging Face Transformers: make, measure and use drafters for `generate`."""
 
 
 @app.command()
@@ -57,15 +57,11 @@ def generate(
     target: TargetOption,
     drafter: Annotated[str | None, typer.Option(help="Drafter folder or Hub id; without one, plain decoding.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The user's message; without it, standard input is read.")] = None,
-    carry: Annotated[
-        bool | None, typer.Option(help="Carry rejected rows; by default if the drafter learnt to.")
-    ] = None,
+    carry: Annotated[bool | None, typer.Option(help="Carry rejected rows; by default if it learnt to.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     max_new_tokens: TokensOption = 256,
     seed: Annotated[int | None, typer.Option(help="For sampling: the same seed gives the same text.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands, no chat template.")] = False,
     dtype: DtypeOption = "auto",
 ) -> None:
     """Answer one prompt, streaming."""
@@ -201,7 +197,10 @@ def push(
     CarryoverDrafterModel.from_pretrained(folder)  # a folder that does not load is not shared
     try:
         api = HfApi()
-        url = api.create_repo(name, private=private, exist_ok=True)
+        url = api.create_repo(name, private=private or None, exist_ok=True)  # None: as its owner has it
+        if private and not api.model_info(name).private:  # one that is there stays as it is
+            raise ValueError(f"Expected {name} to be private, found it public; make it so there, or choose another "
+                             "name. Nothing was uploaded.")  # fmt: skip
         # Old weights go in the same commit: a single file would win over new shards.
         api.upload_folder(
             repo_id=name, folder_path=folder, commit_message="Drafter",
@@ -210,7 +209,7 @@ def push(
         )  # fmt: skip
     except HTTPError as error:
         raise OSError(
-            f"Expected {name} to take the upload, got: {error}. Nothing changed there; try again."
+            f"Expected {name} to take the upload, got: {error}. No file changed there; try again."
         ) from error
     console.print(f"{url}")
 
@@ -242,9 +241,7 @@ def convert(
         int | None, typer.Option(help="Propose only the so many tokens that the answers in --prompts use most.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="The target's answers (JSONL), as `data` makes them.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="What the drafter is written in: fp32, bf16, or auto: as it was.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the drafter's weights: fp32, bf16, or auto: as it was.")] = "auto",
 ) -> None:
     """Turn a public drafter into one of ours, or ours into a folder that other engines read."""
     from hf_carryover.conversion import convert_drafter
@@ -307,13 +304,13 @@ def torch_dtype(name: str) -> Any:
 
 
 def load_assistant(source: str | Path | None, model: "PreTrainedModel") -> "CarryoverDrafterModel | None":
-    """Load a drafter in the target's dtype, or say that there is none."""
+    """Load a drafter, or say that there is none."""
     from hf_carryover.conversion import load_drafter
 
     if source is None:
         notes.print("[yellow]No drafter: plain decoding only. Name one with --drafter.[/yellow]")
         return None
-    drafter = load_drafter(source, target=model, dtype=model.dtype)
+    drafter = load_drafter(source, target=model)
     carries = "carries rejected rows" if drafter.carry_enabled else "carries nothing (it was not trained to)"
     notes.print(f"[dim]{source}: {drafter.config.num_drafts} drafts a round, {carries}[/dim]")
     return drafter

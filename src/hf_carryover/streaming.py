@@ -14,6 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
 
+# Tokens before a rejected one that it is decoded with: more than a character can span.
+CONTEXT = 16
+
 
 @dataclass(frozen=True)
 class StreamedToken:
@@ -58,7 +61,7 @@ class TokenStreamer(BaseStreamer):
             return
         seconds = perf_counter() - self.started
         for token in value.flatten().tolist():
-            is_draft, before = self._is_draft(), list(self.ids)
+            is_draft, before = self._is_draft(), self.ids[-CONTEXT:]
             self.ids.append(token)
             rounds = self._rounds()
             lost = rounds[-1].drafted_ids[rounds[-1].num_accepted :] if rounds and not is_draft else []
