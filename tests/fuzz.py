@@ -28,7 +28,8 @@ from tests.fakes import ScriptedDrafter, letters_tokenizer, make_drafter, make_t
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "mistral", "gpt2", "gpt_neox", "phi", "olmo2")
 HEADS = (None, "vanilla", "gated", "rnn")
 VOCABULARIES = (61, 61, 7)
-REFUSAL = "Carryover drafting expects"
+# What is refused where plain `generate` is not: static caches whose layers slide cannot be cropped.
+REFUSAL = "Carryover drafting expects a cache that can be cropped, got StaticCache"
 
 
 class Recorder(BaseStreamer):

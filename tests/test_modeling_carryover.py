@@ -177,6 +177,13 @@ def test_confidence_head_reads_slot_and_markov_embedding():
         "proj.weight": (1, 32 + 6),
         "proj.bias": (1,),
     }
+    hidden, previous = torch.randn(1, 4, 32), torch.tensor([[3, 9, 9, 60]])
+
+    logits = drafter.confidence(hidden, previous)
+
+    weight, embedding = drafter.confidence_head["proj"].weight[0], drafter.markov_head.markov_w1.weight[previous]
+    expected = hidden @ weight[:32] + embedding @ weight[32:] + drafter.confidence_head["proj"].bias
+    torch.testing.assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain-linear-is-cut", "any-other-head-runs-whole"])

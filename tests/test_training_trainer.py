@@ -169,8 +169,12 @@ def test_a_control_carries_nothing_when_it_decodes_either(target, examples, tmp_
 @pytest.mark.parametrize("stage", ["baseline", "carryover", "control"])
 def test_the_target_is_left_as_it_was(stage, target, examples, tmp_path):
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    target.train()
 
     trainer_of(make_drafter(), target, examples, tmp_path, stage=stage).train()
+
+    assert not target.training  # as the trainer's docstring says
+    assert not any(parameter.requires_grad for parameter in target.parameters())
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
     assert all(parameter.grad is None for parameter in target.parameters())

@@ -21,7 +21,7 @@ from .drafting import CarryoverCandidateGenerator
 from .round_seconds import RoundSeconds, frozen_times, measured_times
 from .stopping import TokenGate, is_cut_by_loop
 
-# The private Transformers methods that we wrap; we also read `_is_stateful` of a model and `_mask_length` of a call.
+# The private methods that we wrap; we read a model's `_is_stateful`, a call's `_mask_length` and `_eos_token_tensor`.
 PRIVATE_NAMES = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator",
                  "_update_model_kwargs_for_generation")  # fmt: skip
 # Marks a wrapper and holds what it wraps, so that a second copy of this file (from remote code) does not wrap again.
