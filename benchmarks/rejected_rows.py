@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=32, help="places of a text")
     options = parser.parse_args()
     target, tokenizer = load_target(options.target)
-    drafter = load_drafter(options.drafter, target=target).to(target.device).eval()
+    drafter = load_drafter(options.drafter, target=target)
     _, held = read_examples(options.data, tokenizer, max_length=640).split(50)
     places = AnchoredTexts(held[: options.texts], num_anchors=options.anchors, seed=0)
     found = []

@@ -173,7 +173,7 @@ def test_bootstrap_interval_covers_the_truth_in_about_95_of_100_samples():
 
 
 def test_the_fewest_prompts_that_give_an_interval_are_covered_in_about_nine_of_ten_samples():
-    """Of fewer, a mean's interval covers less than 85 % (80 of 100 for six), of two half; then there is none."""
+    """Of two prompts the interval is their range, which covers the median in half of all samples; so there is none."""
     for statistic in (np.mean, np.median):
         samples = np.random.default_rng(0).normal(size=(400, FEWEST, 1))
         found = [bootstrap_interval(rows, lambda drawn, of=statistic: of(drawn[..., 0], axis=-1)) for rows in samples]

@@ -77,7 +77,9 @@ def _read_data_set(name: str, config: str, split: str) -> list[Conversation]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise ImportError(f"Reading the data set {name} needs a package; pip install datasets.") from error
+        raise ImportError(
+            f"Reading the data set {name} needs a package that is missing; pip install datasets."
+        ) from error
     try:
         splits: Mapping[str, Iterable[dict[str, Any]]] = datasets.load_dataset(name, config or None)
     except (OSError, ValueError) as error:
